@@ -113,9 +113,10 @@ llama                3      compiled       lookup                 greedy        
 llama-deep           3      compiled       eagle3                 sampled               generator
 llama                3      prepacked      fair                   sampled               generator
 mixtral|gpt2         3      prepacked      fair                   greedy                submit
-llama-bf16           3      exact-bits     fair                   greedy                submit
+llama-bf16           4      exact-bits     fair                   greedy                preempted
 llama|gpt2|gemma3|gpt-oss  3  captured     fair                   sampled               generator
 llama                3      uncaptured     fair                   greedy                generator
+llama-deep           3      captured       eagle3|dflash          sampled               generator
 llama  3  cuda  fair  greedy+repetition+scores  generator
 llama  3  cuda  fair  sampled+sequences+min-new  generator
 gemma3               3      cuda           fair                   greedy                per-row

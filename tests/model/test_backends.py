@@ -17,8 +17,7 @@ from hf_slospec import (
 from hf_slospec.cuda import flash as packing
 from hf_slospec.cuda import flash_kernels as kernel_choice
 from hf_slospec.cuda.flash import merged_attention
-from hf_slospec.cuda.flash_attention import FlashAttention
-from hf_slospec.cuda.flash_kernels import attention_with_lse
+from hf_slospec.cuda.flash_attention import FlashAttention, kernel_on
 from hf_slospec.model.attention.sdpa import masked_attention, sdpa_attention
 from hf_slospec.model.batch import AttentionRules, CachedSequence, PackedBatch, Span
 from hf_slospec.model.packed_model import PackedModel
@@ -129,8 +128,8 @@ def test_long_ranges_in_pieces(window, monkeypatch):
     )
     agrees(FlashAttention("stand-in"), made, window)
     plan = made.row.plan(packing.pack, torch.device("cpu"), window, NUM_HEADS, NUM_KV_HEADS)
-    assert {len(block.pieces) for block in plan.split.blocks} == {6 if window is None else 2}
-    assert any(block.is_empty is not None for block in plan.split.blocks)
+    assert {len(block.pieces) for block in plan.blocks} == {6 if window is None else 2}
+    assert any(block.is_empty is not None for block in plan.blocks)
 
 
 def test_draft_levels_see_what_was_staged_before(monkeypatch):
@@ -174,6 +173,14 @@ def test_no_key_is_copied_and_query_heads_are_folded(monkeypatch):
         (False, 8 * groups, 1),
     ]  # prompts by the causal kernel
     assert set(seen) == {made.keys.data_ptr()}
+
+
+def attention_with_lse(query, keys, values, mask, rules):
+    """Return attention of one head in fp32, and its log-sum-exp."""
+    scores = torch.einsum("bqhd,bkhd->bqhk", query.float(), keys.float()) * rules.scaling
+    scores = rules.capped(scores).masked_fill(~mask[:, :, None], -torch.inf)
+    weights = scores.softmax(-1).nan_to_num()
+    return torch.einsum("bqhk,bkhd->bqhd", weights, values.float()), scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -230,7 +237,7 @@ def test_routed_to_sdpa_with_a_debug_log(monkeypatch, caplog):
 def test_a_kernel_that_means_something_else_is_not_taken(wrong, monkeypatch, caplog):
     monkeypatch.setattr(kernel_choice, "KERNELS", (wrong, StandIn))
     with caplog.at_level(logging.DEBUG, "hf_slospec.cuda"):
-        kernel = kernel_choice.kernel_on(torch.device("cpu"), torch.float32, 64)
+        kernel = kernel_on(torch.device("cpu"), torch.float32, 64)
     assert kernel.name == "stand-in"
     assert (
         f"with heads of size 64: {wrong.name}" in caplog.text and "done by stand-in" in caplog.text

@@ -54,8 +54,8 @@ BUDGETS = {
     ".": 1695,  # finding the plugins
     "batcher": 9344,
     "cli": 8928,
-    "cpu": 10251,
-    "cuda": 15013,  # forward paths and overrides in place of flags of the packed model
+    "cpu": 10142,
+    "cuda": 13843,  # forward paths and overrides in place of flags of the packed model
     "demo": 5715,
     "drafters": 8560,  # past answers and the files of checkpoints, which were in heads
     "engine": 8764,

@@ -17,7 +17,7 @@ from hf_slospec import (
 from hf_slospec.cuda import flash as packing
 from hf_slospec.cuda import flash_kernels as kernel_choice
 from hf_slospec.cuda import graphs
-from hf_slospec.cuda.flash_attention import FlashAttention
+from hf_slospec.cuda.flash_attention import FlashAttention, kernel_on
 from hf_slospec.cuda.flash_kernels import KernelUnavailable
 from hf_slospec.cuda.graphs import Graphs
 from hf_slospec.drafters import beam
@@ -55,7 +55,7 @@ def kernel(request, monkeypatch):
     except KernelUnavailable as reason:
         pytest.skip(f"{request.param.name}: {reason}")
     monkeypatch.setattr(kernel_choice, "KERNELS", (request.param,))
-    found = kernel_choice.kernel_on(CUDA, torch.bfloat16, 64)
+    found = kernel_on(CUDA, torch.bfloat16, 64)
     assert not isinstance(found, str), found  # what can be loaded passes its trial
     return found
 
@@ -85,7 +85,7 @@ def test_fp32_token_for_token_by_sdpa(family, sampling):
 
 def test_auto_is_triton_and_flash_is_flash():
     half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
-    kernel = kernel_choice.kernel_on(CUDA, torch.bfloat16, 8)
+    kernel = kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
         pytest.skip(kernel)
     names = [
