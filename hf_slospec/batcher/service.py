@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_slospec.assembly import limits_of, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.handle import RequestHandle
+from hf_slospec.batcher.orders import Counts
 from hf_slospec.batcher.stats import Collector, Stats, Telemetry
 from hf_slospec.batcher.submission import (
     Prompt,
@@ -257,16 +258,17 @@ class BatchingService:
 
     def stats(self) -> Stats:
         """Return a snapshot."""
-        batcher = self._batcher
         speculator = self.decoder.speculator
-        names = ("running", "waiting", "kv_tokens", "kept_tokens", "kv_limit")
-        counts = dict.fromkeys(names, 0)
+        counts = Counts()
+        kv_limit = 0
         memory = None
-        if isinstance(batcher, Batcher):
-            values = batcher.num_running, batcher.num_waiting, batcher.kv_held, batcher.num_kept
-            counts = dict(zip(names, (*values, self.limits.kv_tokens), strict=True))
-            memory = speculator.memory(batcher.num_running)
-        return self.telemetry.stats(**counts, memory=memory, forwards=speculator.forwards)
+        if isinstance(self._batcher, Batcher):
+            counts = self._batcher.counts
+            kv_limit = self.limits.kv_tokens
+            memory = speculator.memory(counts.running)
+        return self.telemetry.stats(
+            **counts._asdict(), kv_limit=kv_limit, memory=memory, forwards=speculator.forwards
+        )
 
     def collector(self, prefix: str) -> Collector:
         """Return a collector for Prometheus; raises MissingExtraError without prometheus_client."""

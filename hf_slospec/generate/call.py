@@ -259,7 +259,7 @@ def decode(call: Call) -> Any:
             f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without speculation; "
             "set per_row = True on what treats every row by itself"
         )
-    elif rows.stops.has_callbacks and rows.prompt.is_cache_given:
+    elif rows.has_callbacks and rows.prompt.is_cache_given:
         reason = (
             "the call's processors, criteria or streamer may look at the cache that it was given, which speculation "
             "fills at the end only, so its tokens are decoded without speculation; leave one of them out"

@@ -67,16 +67,13 @@ class Grammars:
         """``vocab_size``: width of the logits; ``end_tokens``: tokens that may end a complete
         output.
         """
-        self._tokenizer, self._vocab_size, self._end_tokens = (
-            tokenizer,
-            vocab_size,
-            list(end_tokens),
-        )
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_tokens = list(end_tokens)
         self._vocabulary: TokenBytes | None = None
         self._lock = Lock()
-        self._matchers: dict[
-            str, Any
-        ] = {}  # by schema, at the beginning of an output; the oldest is dropped first
+        # By schema, at the beginning of an output; the oldest is dropped first.
+        self._matchers: dict[str, Any] = {}
 
     def processor(self, schema: dict[str, Any], prompt_len: int) -> JSONConstraint:
         """Return a processor for the outputs of one call.
@@ -218,7 +215,7 @@ class JSONConstraint(SchemaFollower, LogitsProcessor):
 
 
 class DraftGrammar(SchemaFollower):
-    """Grammar of a request's drafts (:class:`~hf_slospec.request.request.Grammar`), and processor
+    """Grammar of a request's drafts (:class:`~hf_slospec.request.params.Grammar`), and processor
     of their scores.
 
     Where llguidance can follow the schema no further, everything is allowed and nothing expected.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -23,7 +24,7 @@ from hf_slospec.generate.processors import (
     processors_of_row,
 )
 from hf_slospec.generate.prompt import PromptInputs, check_ids, prompt_reader
-from hf_slospec.generate.rows import Rows, Stops, StopStrings, pad_token
+from hf_slospec.generate.rows import Rows, StopStrings, pad_token
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.generate.stock import (
     NewStopStrings,
@@ -70,7 +71,7 @@ class Call:
             sharing: number of samplers that share the memory for noise.
         """
         num_rows = len(self.params)
-        has_callbacks = self.rows.stops.has_callbacks
+        has_callbacks = self.rows.has_callbacks
         # Rows of a batch draw ahead of each other in any case.
         may_draw = has_callbacks and seed is None and num_rows == 1 and self.stock.config.do_sample
         return StockSampler(
@@ -265,10 +266,10 @@ def _call(
     callbacks = *processors, *criteria, *([] if streamer is None else [streamer])
     has_callbacks = any(map(is_users, callbacks))
     record = Record(len(input_ids), config)
-    stops = Stops(criteria, input_ids, record.scores_of, pad_token(config), has_callbacks)
+    rows = Rows(input_ids, prompt, criteria, record, streamer, pad_token(config), has_callbacks)
     stages = stages_by_row(slo, len(input_ids), config.num_return_sequences)
     prompts = [prompt.tokens_of(row) for row in range(len(input_ids))]
-    prompt.check(checked, stops.max_new_tokens, input_ids.shape[1], has_placeholders=bool(names))
+    prompt.check(checked, rows.max_new_tokens, input_ids.shape[1], has_placeholders=bool(names))
     asked = SubmitOptions() if options is None else options
     if options is not None:
         record.num_top = options.logprobs
@@ -281,7 +282,7 @@ def _call(
     params = [
         RequestParams(
             tokens,
-            stops.max_new_tokens,
+            rows.max_new_tokens,
             stages[row],
             ttft_slo_s=stages[row][0].ttft_slo_s or asked.slo_ttft,
             priority=asked.priority,
@@ -291,8 +292,8 @@ def _call(
             is_sampled=bool(config.do_sample),
             row=row,
             num_padding=max(map(len, prompts)) - len(tokens),
-            is_stop=stops.of(row, len(tokens)),
-            prefill=None if whole is None else whole.prefill(row),
+            is_stop=rows.stop_of(row, len(tokens)),
+            prefill=None if whole is None else partial(whole.prefill, row),
             encoded_for=None if encoder is None else encoder.of_row(row),
             prompt_reader=prompt_reader(model, tokens, asked.prompt_logprobs, whole is not None),
             may_draft=asked.speculative,
@@ -305,5 +306,4 @@ def _call(
         )
         for row, tokens in enumerate(prompts)
     ]
-    rows = Rows(input_ids, prompt, stops, record, streamer)
     return Call(params, arrived_s, rows, stock, speculator, encoder, is_part, bool(names))

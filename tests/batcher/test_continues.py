@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOSpecGenerator, SLOStage
-from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, Holds, answer
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, Holds, answer, written
 
 PROMPT = "\n".join(PROMPTS[:2])
 RESULT = "\n# the tool's result: 42\n"
@@ -61,7 +61,7 @@ def test_a_cancelled_request_goes_on_and_its_salt_with_it(served, pair):
 
 
 def test_stages_by_token_id_and_with_a_ttft_of_their_own(served):
-    marker = served.submit(PROMPT, max_new_tokens=30).result(WAIT_S).token_ids[8]
+    marker = written(served, PROMPT, max_new_tokens=30)[8]
     stages = [
         SLOStage(slo_tpot=WAIT_S, tokens=2),
         SLOStage(slo_tpot=None, slo_ttft=1e-9, until=marker),

@@ -11,7 +11,7 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.engine.interfaces import READ_CHUNK
-from tests.support.served_pair import WAIT_S, alone
+from tests.support.served_pair import WAIT_S, alone, written
 
 CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=20_000)
 
@@ -52,10 +52,7 @@ def test_those_of_a_forward_whatever_is_kept(pair, generator, length):
     for num_top in (0, 3):  # the second time, the K/V of the prompt is kept
         check(pair, ids, generator.prompt_logprobs(ids, num_top), num_top)
     handle = generator.submit(ids, prompt_logprobs=2, max_new_tokens=8, logprobs=1)
-    assert (
-        handle.result(WAIT_S).token_ids
-        == generator.submit(ids, max_new_tokens=8).result(WAIT_S).token_ids
-    )
+    assert handle.result(WAIT_S).token_ids == written(generator, ids, max_new_tokens=8)
     check(pair, ids, handle.prompt_logprobs, 2)
     assert len(handle.logprobs) == 8 or handle.finish_reason == "stop"
 

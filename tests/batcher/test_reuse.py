@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from tests.support.served_pair import CONFIG, WAIT_S, answer
 from tests.support.toys.models import new_costs
-from tests.support.toys.tiny_models import tiny_model
+from tests.support.toys.tiny_models import tiny_copy
 
 SYSTEM = "\n".join(tiny_prompts()[:3])
 
@@ -24,7 +23,7 @@ SYSTEM = "\n".join(tiny_prompts()[:3])
 def test_an_adapter_that_is_switched_off_and_on_again_meanwhile_leaves_nothing_wrong():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(copy.deepcopy(tiny_model("llama")), lora)
+    model = peft.get_peft_model(tiny_copy("llama"), lora)
     base = model.get_base_model()
     for seed in range(3):
         ids = torch.randint(3, 101, (80,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -55,7 +54,7 @@ TEMPORARY: list[Any] = [
 
 @pytest.mark.parametrize("change", TEMPORARY)
 def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(change):
-    model: Any = copy.deepcopy(tiny_model("llama"))
+    model: Any = tiny_copy("llama")
     ids = torch.randint(3, 101, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     plain = answer(model, ids, max_new_tokens=150, eos_token_id=None)
     with SLOSpecGenerator(model, config=CONFIG) as generator:
@@ -74,7 +73,7 @@ def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(chang
 
 
 def test_told_changes_of_what_a_hook_reads_are_noticed_each_time():
-    model: Any = copy.deepcopy(tiny_model("llama"))
+    model: Any = tiny_copy("llama")
     model.requires_grad_(False)
     scale = torch.tensor(1.0)
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, out: out * scale)

@@ -16,12 +16,11 @@ from hf_slospec import (
     InvalidTypeError,
     Progress,
     SLOSpecGenerator,
-    SLOStage,
     UnsupportedOptionError,
 )
 from tests.support.breadth import quick_or
 from tests.support.fixed_policy import always_drafting
-from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone, written
 
 
 class Ban:
@@ -151,10 +150,7 @@ def test_ids_tensors_and_texts_are_the_same_prompt(served, pair):
         torch.tensor(ids),
         torch.tensor([ids]),
     )
-    results = {
-        tuple(served.submit(prompt, max_new_tokens=9).result(WAIT_S).token_ids)
-        for prompt in prompts
-    }
+    results = {tuple(written(served, prompt, max_new_tokens=9)) for prompt in prompts}
     assert results == {tuple(alone(pair, PROMPTS[1], max_new_tokens=9))}
 
 
@@ -171,22 +167,6 @@ def test_chat_messages_go_through_the_template(pair):
         result = generator.submit(messages, max_new_tokens=8).result(WAIT_S)
         text = generator.submit("# user\ndef f(x):\n# answer", max_new_tokens=8).result(WAIT_S)
     assert result.token_ids == text.token_ids
-
-
-def test_stages_and_metrics(served):
-    stages = [SLOStage(slo_tpot=1e-9, tokens=5), SLOStage(slo_tpot=1e3)]
-    metrics = (
-        served.submit(PROMPTS[2], slo_tpot=stages, slo_ttft=1e3, max_new_tokens=20)
-        .result(WAIT_S)
-        .metrics
-    )
-    assert (metrics.tokens, metrics.attained, metrics.ttft_slo_s, metrics.tpot_slo_s) == (
-        20,
-        False,
-        1e3,
-        1e3,
-    )
-    assert metrics.ttft_s > 0
 
 
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True, seed=4)])
@@ -283,11 +263,10 @@ NO_PROGRESS: list[tuple[Any, type[Exception]]] = [
         ),
     ],
 )
-def test_bad_input_is_refused_at_submit_and_disturbs_nothing(served, prompt, options, error, match):
-    running = served.submit(PROMPTS[0], max_new_tokens=12)
+def test_bad_input_is_refused_at_submit(served, prompt, options, error, match):
     with pytest.raises(error, match=match):
         served.submit(prompt, **dict(max_new_tokens=5) | options)
-    assert len(running.result(WAIT_S).token_ids) == 12
+    served.check_running()
 
 
 def test_without_a_tokenizer_token_ids_stream(pair):

@@ -15,7 +15,8 @@ from hf_slospec.model import transfer
 from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.transfer import DeferredFlags, HostSyncError, SyncGuard
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.graph_bench import CPU, Bench
 from tests.support.toys.tiny_models import tiny_model
 

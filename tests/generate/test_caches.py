@@ -55,17 +55,3 @@ def test_cache_of_another_batch_or_model():
     text, mask = text_and_cache("gpt2", 1, cache := DynamicCache())
     with pytest.raises(InvalidInputError, match="same model"):
         ours.generate(text, attention_mask=mask, **cache_option(cache), max_new_tokens=3)
-
-
-def test_cache_that_holds_the_whole_prompt_already():
-    ours = generator()
-    cache = DynamicCache(config=tiny_model("llama").config)
-    text, mask = text_and_cache("llama", 1, cache)
-    length = cache.get_seq_length()
-    with pytest.raises(InvalidInputError, match=f"{CACHE_NAME} holds"):
-        ours.generate(
-            text[:, :length],
-            attention_mask=mask[:, :length],
-            **cache_option(cache),
-            max_new_tokens=3,
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_slospec import InvalidInputError
 from tests.support.paths import ROOT
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy
 
 FOLDER = str(ROOT / "examples" / "custom_generate")
 
@@ -23,7 +22,7 @@ def model(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
-    return copy.deepcopy(tiny_model("llama"))
+    return tiny_copy("llama")
 
 
 def test_drafter_fallback_and_errors(model):

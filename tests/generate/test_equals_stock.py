@@ -4,7 +4,6 @@ points.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from tests.support.stock_matrix import (
     padded,
     random_texts,
 )
-from tests.support.toys.tiny_models import assert_same_cache, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_cache, ragged_prompts, tiny_copy, tiny_model
 
 # Model, inputs, path, drafter, options, entry point. Alternatives have | between them, and all are
 # combined.
@@ -371,7 +370,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 )
 def test_changes_of_the_model_are_seen(path, change, request):
     """By calls, and by requests that would reuse K/V of the model before."""
-    model: Any = copy.deepcopy(tiny_model("llama"))
+    model: Any = tiny_copy("llama")
     mlp = model.model.layers[0].mlp
     mlp.offset = torch.tensor(0.0)  # neither a parameter nor a buffer
     if change == "what a hook reads":

@@ -4,7 +4,6 @@ collection.
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from typing import Any
@@ -14,12 +13,12 @@ import pytest
 import hf_slospec
 from hf_slospec import SLOSpecGenerator
 from tests.support.enabled_model import OPTIONS
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy
 
 
 @pytest.fixture
 def target():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     gc.collect()
     gc.disable()
     yield model
@@ -59,6 +58,6 @@ def generator(target, draft):
 @pytest.mark.parametrize("use", [enabled_and_disabled, enabled_twice, generator])
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_nothing_is_left_without_a_collection(target, use, has_draft):
-    draft = copy.deepcopy(tiny_model("llama", noise=0.03)) if has_draft else None
+    draft = tiny_copy("llama", noise=0.03) if has_draft else None
     parts = use(target, draft)
     assert [name for name, part in parts.items() if part() is not None] == []

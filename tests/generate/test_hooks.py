@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError
 from hf_slospec.model.whose_code import check_code
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.served_pair import written
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy, tiny_model
 
 CONFIG = SLOSpecConfig(compile=False)
 REFUSED = r"cannot be packed: .*set per_token = True on it, or on the model"
@@ -31,7 +32,7 @@ Hook = Callable[..., Any]
 
 
 def model_with(change):
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     change(model)
     return model
 
@@ -236,7 +237,7 @@ def test_refused_code_falls_back():
     "name", ["counter in an object", "before a layer", "custom module", "forward of an instance"]
 )
 def test_other_code_after_enable_is_refused_until_it_is_taken_back(name):
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     call = dict(ragged_prompts(2), max_new_tokens=6)
     hf_slospec.enable(model, config=CONFIG)
     before = copy.deepcopy(model.model.layers)
@@ -251,7 +252,7 @@ def test_other_code_after_enable_is_refused_until_it_is_taken_back(name):
 
 
 def test_submit_refuses_other_code():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit([3, 4, 5], max_new_tokens=3).result(60)
         handle = model.model.layers[0].register_forward_hook(decode_only)
@@ -262,7 +263,7 @@ def test_submit_refuses_other_code():
 
 
 def test_hooks_of_all_modules_are_refused():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     call = dict(ragged_prompts(1), max_new_tokens=3)
     hf_slospec.enable(model, config=CONFIG)
     handle = nn.modules.module.register_module_forward_hook(counted())
@@ -275,7 +276,7 @@ def test_a_forward_that_is_replaced_in_its_class_is_refused(monkeypatch):
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) * len(x))
     with pytest.raises(UnsupportedModelError, match=REFUSED):
-        hf_slospec.enable(copy.deepcopy(tiny_model("llama")), config=CONFIG)
+        hf_slospec.enable(tiny_copy("llama"), config=CONFIG)
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -349,7 +350,7 @@ def test_code_that_adds_and_multiplies_is_speculated(name):
     prompt = call["input_ids"][0].tolist()
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=8)[0, len(prompt) :].tolist()
     with generator:
-        assert generator.submit(prompt, max_new_tokens=8).result(60).token_ids == expected
+        assert written(generator, prompt, max_new_tokens=8) == expected
 
 
 def whole(module, inputs, output):
@@ -369,7 +370,7 @@ class Adapter(nn.Module):
 
 @pytest.mark.parametrize("where", ["hook", "partial", "module", "class", "model"])
 def test_declared_code_is_speculated(monkeypatch, where):
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     call = dict(ragged_prompts(2), max_new_tokens=8)
     layer = model.model.layers[0]
     if where in ("module", "class", "model"):
@@ -427,26 +428,3 @@ def test_changes_of_weights_and_hooks_of_libraries_are_speculated():
     expected = adapted.generate(**call)
     hf_slospec.enable(adapted, config=CONFIG)
     assert torch.equal(adapted.generate(**call, slo_tpot=0.1), expected)
-
-
-@pytest.mark.parametrize("first", [None, 1])
-def test_published_steering_vectors(first):
-    """The package's hook builds a mask over the places of a forward's tokens, so it is refused
-    until declared.
-    """
-    package = pytest.importorskip(
-        "steering_vectors", reason="steering-vectors is not among the requirements of tests"
-    )
-    model = copy.deepcopy(tiny_model("llama"))
-    package.SteeringVector({0: VECTOR}).patch_activations(model, min_token_index=first)
-    call = dict(ragged_prompts(2), max_new_tokens=6)
-    with pytest.raises(UnsupportedModelError, match=r"steering_vectors\..*hook_fn"):
-        hf_slospec.enable(model, config=CONFIG)
-    model.per_token = True
-    if first is not None:
-        with pytest.raises(UnsupportedModelError, match="its logits differed"):
-            hf_slospec.enable(model, config=CONFIG)
-        return
-    expected = model.generate(**call)
-    hf_slospec.enable(model, config=CONFIG)
-    assert torch.equal(model.generate(**call, slo_tpot=0.1), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_slospec import FallbackWarning, PastAnswers, RolloutCallback, SLOSpecConfig
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy
 
 CONFIG = SLOSpecConfig(policy="adaserve", token_budget=64, max_depth=3)
 
@@ -20,7 +19,7 @@ class Rollouts:
     """A trainer's calls of a callback, with a rollout per epoch."""
 
     def __init__(self, folder, callback, **settings):
-        self.model: Any = copy.deepcopy(tiny_model("llama"))
+        self.model: Any = tiny_copy("llama")
         self.args, self.state = (
             TrainingArguments(output_dir=str(folder), use_cpu=True),
             TrainerState(global_step=0),

@@ -28,6 +28,12 @@ def answer(model, ids, seed=None, **options):
     return new
 
 
+def written(generator, prompt, **options):
+    """Return the new tokens of a submitted request."""
+    tokens: list[int] = generator.submit(prompt, **options).result(WAIT_S).token_ids
+    return tokens
+
+
 def alone(pair, prompt, seed=None, **options):
     target, _, tokenizer = pair
     return answer(target, tokenizer(prompt)["input_ids"], seed, tokenizer=tokenizer, **options)

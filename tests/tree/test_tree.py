@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.tree.tree import ROOT, Forest, TokenTree
+from hf_slospec.tree.tree import ROOT, Forest
 from tests.support.toys.trees import (
     SEEDS,
     TIED,
@@ -184,13 +184,6 @@ def test_ancestor_mask_marks_ancestors_and_self(seed, size):
     assert [set(np.flatnonzero(row)) for row in mask] == [
         ancestors(tree, node) for node in range(size)
     ]
-
-
-@given(seed=SEEDS, size=SIZES, conditionals=PROBS)
-@settings(deadline=None)
-def test_check_does_not_raise_for_trees(seed, size, conditionals):
-    random_tree(np.random.default_rng(seed), size, conditionals).check()
-    TokenTree.root_only(7).check()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ import torch
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.batcher.service import _stream
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from tests.support.simulation.engines import Engines, Server
 from tests.support.simulation.models import VOCAB, plain_token
 from tests.support.simulation.schedules import (
@@ -297,12 +299,7 @@ class Simulation:
             batcher = server.batcher
             left = [batcher._handles, batcher._orders]
             assert not any(left), f"orders are kept: {left}"
-            assert (
-                batcher.num_waiting,
-                batcher.num_running,
-                batcher.kv_held,
-                batcher.num_kept,
-            ) == (0, 0, 0, 0)
+            assert not any(batcher.counts)
             assert "died" not in batcher._why_not or fatal, f"the engine died: {batcher._why_not}"
             ended = [own.handle.request for own in self.submitted if own.server is server]
             assert sorted(r.index for r in server.ended) == sorted(r.index for r in ended), (

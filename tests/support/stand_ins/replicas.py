@@ -17,7 +17,7 @@ from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.messages import Offer
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
-from hf_slospec.request.request import Progress
+from hf_slospec.request.state import Progress
 from hf_slospec.scheduler.load import Need
 from hf_slospec.server.engine import Order
 from tests.support.served_pair import CONFIG

@@ -24,7 +24,8 @@ from hf_slospec.replicas.messages import (
 )
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import _with_signs_of_life
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler.load import ReplicaLoad
 from hf_slospec.server.engine import Order
 

@@ -13,7 +13,8 @@ from hf_slospec.batcher.orders import Observer
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.step import Engine
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from tests.support.toys.models import VOCAB, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
 from tests.support.toys.trees import markov_model

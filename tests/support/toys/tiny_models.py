@@ -64,6 +64,11 @@ def tiny_model(family, seed=0, noise=0.0):
     )
 
 
+def tiny_copy(family, seed=0, noise=0.0):
+    """Return a copy of a tiny model, which a test may change."""
+    return copy.deepcopy(tiny_model(family, seed, noise))
+
+
 def sharpened(build, seed, noise=0.0):
     """A random model with sharp, uneven predictions; with ``noise`` a draft that agrees with it
     only sometimes.
