@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -93,7 +92,7 @@ def test_what_cannot_be_continued_is_refused_with_the_reason(served):
         running = served.submit(PROMPT, max_new_tokens=2, stopping_criteria=[holds])
         assert holds.is_reached.wait(WAIT_S)
         refused(served, InvalidInputError, "has not ended", RESULT, running)
-    result: Any = running.result(WAIT_S)
+    result = running.result(WAIT_S)
     refused(served, InvalidTypeError, "must be the handle", RESULT, result)
     refused(served, InvalidTypeError, "chat messages", [{"role": "tool", "content": "42"}], running)
     refused(served, InvalidInputError, "empty", "", running)

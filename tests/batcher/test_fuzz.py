@@ -22,7 +22,7 @@ from hf_slospec.request.state import Progress
 from tests.support.fuzzing import HUGE, fuzzed, mostly, some_of
 from tests.support.generate_arguments import SEED, SLO, VALID, called, check_like_stock, seconds
 from tests.support.policy_names import POLICIES
-from tests.support.served_pair import WAIT_S, written
+from tests.support.served_pair import WAIT_S
 from tests.support.toys.tiny_models import GROUPED, ragged_prompts, sharpened, tiny_model
 from tests.support.toys.tiny_tokenizers import byte_level
 
@@ -83,7 +83,11 @@ def test_submit_gives_what_stock_gives_or_says_what_is_wrong(
     served: SLOSpecGenerator, prompt: Any, own: dict[str, Any], options: dict[str, Any], slo: Any
 ) -> None:
     def submitted(**kwargs):
-        return written(served, prompt, slo_tpot=slo, **own | {"seed": seed}, **kwargs)
+        return (
+            served.submit(prompt, slo_tpot=slo, **own | {"seed": seed}, **kwargs)
+            .result(WAIT_S)
+            .token_ids
+        )
 
     seed = SEED if own.get("seed") is None else own["seed"]
     options = {"max_new_tokens": 6} | options
@@ -189,7 +193,9 @@ def test_any_valid_config_gives_what_stock_gives(
         generator = SLOSpecGenerator(target, draft if has_assistant else None, config=config)
         assert torch.equal(generator.generate(**inputs, max_new_tokens=6, slo_tpot=0.01), expected)
         with generator:
-            tokens = written(generator, prompt, max_new_tokens=6, slo_tpot=0.01)
+            tokens = (
+                generator.submit(prompt, max_new_tokens=6, slo_tpot=0.01).result(WAIT_S).token_ids
+            )
         assert tokens == expected[0, -6:].tolist()
     except SLOSpecError:
         pass

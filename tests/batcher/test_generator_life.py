@@ -13,14 +13,13 @@ from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 
 from hf_slospec import (
     NotRunningError,
-    RequestHandle,
     SLOSpecGenerator,
 )
 from tests.support.served_pair import PROMPTS, WAIT_S, Fails, alone
 
 
 def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(served):
-    others = list[RequestHandle]()
+    others = []
 
     def waits(input_ids, scores):
         others[0].result()

@@ -15,7 +15,7 @@ LONG = quick_or(60, 120)  # tokens of the heavy load
 @pytest.fixture
 def turns(monkeypatch):
     """The services whose steps have ended, in order."""
-    found = list[object]()
+    found = []
     on_step = BatchingService.on_step
 
     def noted(service, step):

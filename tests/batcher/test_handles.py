@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ def test_results_streams_and_awaits_agree(server):
 
 def test_timeouts_are_numbers_of_seconds(server):
     handle = server.submit(7)
-    refused: list[tuple[Any, type[Exception]]] = [
+    refused = [
         (math.nan, InvalidInputError), ("1", InvalidTypeError), (True, InvalidTypeError),
     ]  # fmt: skip
     for wrong, error in refused:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,8 @@ from hf_slospec import NotRunningError, UnsupportedOptionError
 from tests.support.nested_calls import CallingCriterion, CallingStreamer, calling
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone, written
 
-NESTED: dict[str, Any] = dict(max_new_tokens=5, do_sample=False)
-OUTER: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
+NESTED = dict(max_new_tokens=5, do_sample=False)
+OUTER = dict(max_new_tokens=12, do_sample=False)
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +31,14 @@ def inputs_of(input_ids, num_rows=1):
 
 @pytest.mark.parametrize("kind", ["processor", "criterion", "streamer"])
 def test_nested_generate_spoils_neither_neighbours_nor_later_requests(served, enabled, pair, kind):
-    calls: list[Callable[..., Any]] = [
+    calls = [
         lambda ids: served.generate(**inputs_of(ids), **NESTED),
         lambda ids: served.generate(**inputs_of(ids, 2), **NESTED, assistant_model=pair[0]),
         lambda ids: served.generate(**inputs_of(ids), **NESTED, prompt_lookup_num_tokens=3),
         lambda ids: enabled.generate(**inputs_of(ids), **NESTED, slo_tpot=0.1),
     ]
     stock = type(pair[0]).generate
-    wrong = list[Any]()
+    wrong = []
 
     def run(input_ids):
         ours = calls[input_ids.shape[1] % len(calls)](input_ids)[0]
@@ -84,7 +82,7 @@ def test_waiting_for_the_batcher_in_its_own_thread_fails_that_request_only(serve
 
 
 def test_callbacks_may_submit_and_streamers_may_wait(served, pair):
-    handles = list[Any]()
+    handles = []
     criterion = CallingCriterion(lambda _: handles.append(served.submit(PROMPTS[2], **NESTED)))
     streamer = CallingStreamer(lambda _: written(served, PROMPTS[2], **NESTED))
     outer = served.submit(
@@ -96,7 +94,7 @@ def test_callbacks_may_submit_and_streamers_may_wait(served, pair):
 
 
 def test_criteria_may_wait_for_generate_in_another_thread(served, pair):
-    results = list[Any]()
+    results = []
 
     def run(input_ids):
         call = lambda: results.append(served.generate(**inputs_of(input_ids), **NESTED))  # noqa: E731

@@ -4,8 +4,6 @@ stock's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -66,9 +64,9 @@ def test_those_who_do_not_ask_get_none(pair, generator):
 def test_a_long_prompt_is_scored_beside_a_guaranteed_request(pair, generator):
     """No step holds the other request up for more than a chunk of the prompt."""
     ids = ids_of(pair, 12 * READ_CHUNK)
-    steps = list[Any]()
+    steps = []
     on_step = generator._service.on_step
-    generator._service.on_step = lambda step: (steps.append(step), on_step(step))  # type: ignore[assignment]
+    generator._service.on_step = lambda step: (steps.append(step), on_step(step))
     prompt = tiny_prompts()[1][:40]
     other = generator.submit(prompt, slo_tpot=30.0, max_new_tokens=400, eos_token_id=None)
     next(iter(other))
@@ -83,7 +81,7 @@ def test_a_long_prompt_is_scored_beside_a_guaranteed_request(pair, generator):
 def test_scoring_goes_on_after_a_preemption(pair, generator):
     ids = ids_of(pair, 6 * READ_CHUNK)
     service = generator._service
-    preempted = list[int]()
+    preempted = []
     on_step = service.on_step
 
     def preempt_once(step):
@@ -96,7 +94,7 @@ def test_scoring_goes_on_after_a_preemption(pair, generator):
                 engine.scheduler.preempt(request, engine.clock())
                 engine.forget([request])
 
-    service.on_step = preempt_once  # type: ignore[method-assign]
+    service.on_step = preempt_once
     handle = generator.submit(ids, prompt_logprobs=1, max_new_tokens=4, eos_token_id=None)
     assert handle.result(WAIT_S).token_ids == alone(
         pair, pair[2].decode(ids), max_new_tokens=4, eos_token_id=None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.support.served_pair import CONFIG, WAIT_S, alone
 
 NEW = quick_or(24, 40)
 PROMPT = "def main(argv):\n    "
-CASES: list[dict[str, Any]] = [
+CASES = [
     dict(),
     dict(do_sample=True, temperature=1.3, top_k=50, seed=11),
     dict(do_sample=True, repetition_penalty=1.3, seed=5),

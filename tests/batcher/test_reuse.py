@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from hf_slospec import SLOSpecGenerator, tiny_prompts, weights_changed
+from hf_slospec import SLOSpecGenerator, weights_changed
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
@@ -15,8 +13,6 @@ from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from tests.support.served_pair import CONFIG, WAIT_S, answer
 from tests.support.toys.models import new_costs
 from tests.support.toys.tiny_models import tiny_copy
-
-SYSTEM = "\n".join(tiny_prompts()[:3])
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
@@ -44,7 +40,7 @@ def wrapped(model):
     return lambda: setattr(layer, "mlp", plain)
 
 
-TEMPORARY: list[Any] = [
+TEMPORARY = [
     lambda model: (
         model.model.layers[0].register_forward_hook(lambda module, inputs, out: out + 3.0).remove
     ),
@@ -54,7 +50,7 @@ TEMPORARY: list[Any] = [
 
 @pytest.mark.parametrize("change", TEMPORARY)
 def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(change):
-    model: Any = tiny_copy("llama")
+    model = tiny_copy("llama")
     ids = torch.randint(3, 101, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     plain = answer(model, ids, max_new_tokens=150, eos_token_id=None)
     with SLOSpecGenerator(model, config=CONFIG) as generator:
@@ -73,7 +69,7 @@ def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(chang
 
 
 def test_told_changes_of_what_a_hook_reads_are_noticed_each_time():
-    model: Any = tiny_copy("llama")
+    model = tiny_copy("llama")
     model.requires_grad_(False)
     scale = torch.tensor(1.0)
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, out: out * scale)

@@ -203,7 +203,7 @@ def test_what_is_wrong_is_found_and_shrunk(monkeypatch):
 def test_the_script_runs_what_its_log_lacks(tmp_path, monkeypatch):
     app = typer.Typer()
     log = tmp_path / "log"
-    ran = list[int]()
+    ran = []
     app.command()(simulate_faults.main)
     monkeypatch.setattr(
         simulate_faults, "simulate", lambda plan: ran.append(plan.seed) or simulate(plan)

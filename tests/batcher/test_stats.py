@@ -15,7 +15,7 @@ from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S
 def test_all_is_counted_before_the_result_is_seen(name, pair, monkeypatch):
     is_submitted, seen, count = (
         threading.Event(),
-        list[tuple[int, str | None]](),
+        [],
         getattr(Telemetry, name),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ class Ban:
 
 
 SOME = quick_or(14, 30)
-MIXED: list[dict[str, Any]] = [
+MIXED = [
     dict(max_new_tokens=SOME),
     dict(max_new_tokens=25, do_sample=True, seed=11),
     dict(max_new_tokens=SOME + 10, do_sample=True, seed=5, temperature=0.7, top_k=20, top_p=0.9),
@@ -55,7 +54,7 @@ def test_mixed_requests_give_what_generate_gives_for_each_alone(served, pair):
         expected.append(alone(pair, prompt, **copy.deepcopy(options)))
     tight = dict(slo_tpot=0.05, slo_ttft=5.0)
     hopeless = dict(slo_tpot=1e-9)
-    promises: list[dict[str, Any]] = [
+    promises = [
         tight,
         dict(),
         dict(best_effort=True),
@@ -99,7 +98,7 @@ def test_a_guarantee_with_a_probability_changes_no_token_and_is_reported(pair):
     with SLOSpecGenerator(
         target, draft, tokenizer, CONFIG.model_copy(update={"guarantee": 0.9})
     ) as generator:
-        options: list[dict[str, Any]] = [dict(slo_tpot=60.0), dict(slo_tpot=1e-9), dict()]
+        options = [dict(slo_tpot=60.0), dict(slo_tpot=1e-9), dict()]
         sampled = dict(do_sample=True, seed=3, max_new_tokens=quick_or(14, 25))
         results = [
             generator.submit(prompt, **sampled, **own)
@@ -187,7 +186,7 @@ def test_a_deadline_for_the_last_token_changes_no_token(served, pair, options):
     assert 0.0 < easy.metrics.ttft_s < easy.metrics.e2e_s < WAIT_S
 
 
-NO_PROGRESS: list[tuple[Any, type[Exception]]] = [
+NO_PROGRESS = [
     (Progress([1] * 5), InvalidInputError),  # all of max_new_tokens
     (Progress([10**9]), InvalidInputError),
     (Progress([-1]), InvalidInputError),

@@ -75,8 +75,7 @@ KINDS = {
 
 
 def ids_of(tokenizer, *tokens):
-    found: list[int] = tokenizer.convert_tokens_to_ids(list(tokens))
-    return found
+    return tokenizer.convert_tokens_to_ids(list(tokens))
 
 
 def streamed(stream, tokens, ends):

@@ -60,7 +60,7 @@ def walk(rng, tree, heat, is_verified):
     """The nodes that a target commits, drawn from the true conditionals."""
     worth = true_conditionals(tree, heat)
     node = 0
-    path = list[int]()
+    path = []
     while len(children := np.flatnonzero(tree.parents == node)):
         probs = worth[children]
         choice = int(rng.choice(len(children) + 1, p=[*probs, 1.0 - probs.sum()]))
@@ -188,7 +188,7 @@ def test_texts_that_are_gone_leave_nothing_behind():
 
 
 def test_each_way_of_drawing_has_a_calibration_of_its_own():
-    texts: list[Text] = []
+    texts = []
     for drawing in Drawing:
         texts.append(Text(0.0))
         texts[-1].drawing = drawing

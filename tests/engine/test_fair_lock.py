@@ -15,7 +15,7 @@ WAIT_S = 20.0  # far more than anything here takes
 class TestFairLock:
     def test_it_is_handed_on_in_the_order_of_asking(self):
         lock = FairLock()
-        order = list[int]()
+        order = []
 
         def ask(name):
             with lock:
@@ -52,7 +52,7 @@ class TestFairLock:
 
     def test_other_threads_take_it_while_it_is_released(self):
         lock = FairLock()
-        order = list[str]()
+        order = []
 
         def ask():
             with lock:

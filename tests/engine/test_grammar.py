@@ -4,8 +4,6 @@ in vain.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -60,7 +58,7 @@ class ToyGrammar:
         return [[*stem, token, *self.forced([*token_ids, *stem, token])] for token in nexts]
 
     def forced(self, token_ids):
-        found: list[int] = []
+        found = []
         while len(found) < 9 and self.allowed([*token_ids, *found]).sum() == 1:
             found.append(int(self.allowed([*token_ids, *found]).argmax()))
         return found
@@ -86,7 +84,7 @@ def request_with(rng, index, has_grammar, num_new=16):
 
 
 def constrained(target, request):
-    grammar: Any = request.params.grammar
+    grammar = request.params.grammar
     return target if grammar is None else grammar.keep(target, request.prompt_len)
 
 

@@ -332,7 +332,7 @@ def test_broken_trees_are_caught_when_invariants_are_checked():
 
 def test_while_drafting_is_paused_the_policy_learns_of_no_drafts():
     target = markov_model(np.random.default_rng(5), VOCAB)
-    depths = list[tuple[int, int, int]]()
+    depths = []
 
     class Watching(Policy):
         def plan(self, *_):

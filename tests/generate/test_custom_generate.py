@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -26,9 +25,7 @@ def model(monkeypatch, tmp_path):
 
 
 def test_drafter_fallback_and_errors(model):
-    ours: dict[str, Any] = dict(
-        custom_generate=FOLDER, trust_remote_code=True, max_new_tokens=6, do_sample=False
-    )
+    ours = dict(custom_generate=FOLDER, trust_remote_code=True, max_new_tokens=6, do_sample=False)
     inputs = ragged_prompts(2)
     expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     assert torch.equal(model.generate(**inputs, drafter="suffix", **ours), expected)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def test_plain_forwards_are_untouched_while_enabled(model):
 def test_enabled_model_can_be_copied_and_pickled():
     # One of its own: where hidden states were asked for, transformers leaves hooks that cannot be
     # pickled.
-    model: Any = hf_slospec.enable(tiny_model.__wrapped__("llama"), tiny_model("llama", noise=0.03))
+    model = hf_slospec.enable(tiny_model.__wrapped__("llama"), tiny_model("llama", noise=0.03))
     inputs = ragged_prompts(2)
     expected = type(model).generate(model, **inputs, **OPTIONS)
     buffer = io.BytesIO()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -61,7 +59,7 @@ def test_fallback_for_a_model_with_an_embedding_table_per_codebook():
     model = MoshiDepthDecoder(config).eval()
     with pytest.raises(UnsupportedModelError, match=r"MoshiDepthDecoder .*one table of all tokens"):
         enable(model)
-    options: dict[str, Any] = dict(
+    options = dict(
         input_ids=torch.tensor([[3], [5]]),
         last_hidden_state=torch.randn(2, 1, 32),
         max_new_tokens=3,

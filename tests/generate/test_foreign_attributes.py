@@ -6,8 +6,6 @@ import copy
 import datetime
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -60,7 +58,7 @@ class Key:
 
 
 KEY = Key()
-VALUES: dict[str, Callable[[], Any]] = {
+VALUES = {
     "array": lambda: np.arange(5),
     "series": lambda: pd.Series([1, 2]),
     "frame": lambda: pd.DataFrame({"a": [1, 2]}),

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import threading
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ def stopped_within(module, call):
     """Keep ``call`` in another thread within a forward of a module."""
     is_within = threading.Event()
     is_over = threading.Event()
-    callers = list[int]()
+    callers = []
     plain = module.forward
 
     def forward(*args, **kwargs):
@@ -51,7 +50,7 @@ def stopped_within(module, call):
         callers.append(threading.get_ident())
         call()
 
-    forward.per_token = True  # type: ignore[attr-defined]
+    forward.per_token = True
     module.forward = forward
     call()  # takes in the replaced forward
     thread = threading.Thread(target=work)
@@ -105,7 +104,7 @@ def test_children_generate_while_two_threads_generate():
     draft = tiny_copy("llama", noise=0.03)
     config = SLOSpecConfig(compile=False)
     model = hf_slospec.enable(target, draft, config=config)
-    differing = list[Any]()
+    differing = []
     is_over = threading.Event()
 
     def is_same():
@@ -184,7 +183,7 @@ def test_a_call_whose_callback_forks_goes_on_in_both_processes():
     draft = tiny_copy("llama", noise=0.03)
     config = SLOSpecConfig(compile=False)
     model = hf_slospec.enable(target, draft, config=config)
-    forked = list[int]()
+    forked = []
     has_begun = threading.Event()
 
     def fork_once(input_ids, scores):

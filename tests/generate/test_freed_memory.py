@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ def target():
 def parts_of(decoder):
     speculator = decoder.speculator
     packed = speculator.target.packed
-    parts: dict[str, Any] = {"decoder": decoder, "speculator": speculator, "packed": packed}
+    parts = {"decoder": decoder, "speculator": speculator, "packed": packed}
     names = "version", "overrides", "eager"
     parts |= {"target": speculator.target, "history": speculator.history} | {
         n: getattr(packed, n) for n in names

@@ -5,6 +5,7 @@ of them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import warnings
@@ -29,7 +30,7 @@ from tests.support.generate_arguments import (
     fails,
     prompts,
 )
-from tests.support.toys.tiny_models import ragged_prompts, tiny_copy, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.tiny_tokenizers import byte_level
 from tests.support.user_code import USER_CODE, Nested
 
@@ -226,8 +227,8 @@ def test_code_of_the_user_is_called_as_stock_calls_it_or_refused(
     code: list[Any], nested: Nested, batch: int, seed: int, do_sample: bool, always: bool, slo_in_nested: bool,
     as_generator: bool, fallback: bool,
 ) -> None:  # fmt: skip
-    stock = tiny_copy("llama")
-    model = tiny_copy("llama")
+    stock = copy.deepcopy(tiny_model("llama"))
+    model = copy.deepcopy(tiny_model("llama"))
     prompt = ragged_prompts(batch, seed)
     options = prompt | {"max_new_tokens": 12, "do_sample": do_sample}
     without_slo = dataclasses.replace(nested, slo={})

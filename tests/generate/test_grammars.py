@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_expected_are_keys_punctuation_and_few_values_with_the_whitespace_so_far
     grammar, tokens = follow(grammars, output)
     ways = grammar.expected(tokens)
     end = pair[0].generation_config.eos_token_id
-    texts = list[str]()
+    texts = []
     for way in ways:
         assert (end in way) == output.endswith("abcd") and end not in way[:-1]
         texts.append(
@@ -200,7 +199,7 @@ def test_rows_that_end_before_others_are_padded(pair, grammars, schema):
         )
 
 
-DRAFTERS: dict[str, dict[str, Any]] = {
+DRAFTERS = {
     "lookup": {},
     "lookup+suffix": {"drafter": "lookup+suffix"},
     "model": {"is_model": True},

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import accelerate.hooks
 import pytest
@@ -27,8 +25,6 @@ CONFIG = SLOSpecConfig(compile=False)
 REFUSED = r"cannot be packed: .*set per_token = True on it, or on the model"
 HIDDEN = 32
 VECTOR = torch.linspace(-1.0, 1.0, HIDDEN)
-
-Hook = Callable[..., Any]
 
 
 def model_with(change):
@@ -72,7 +68,7 @@ def last_only(module, inputs, output):
 
 
 # What a trial sees when it is declared to compute each token alone.
-SEEN: dict[str, Hook] = {
+SEEN = {
     "decode only": decode_only,
     "prompt only": prompt_only,
     "by index": functools.partial(from_index, 1),
@@ -132,7 +128,7 @@ def replaced_forward(model):
     plain = mlp.forward
 
     @functools.wraps(plain)  # which copies the module's name, too
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
+    def forward(hidden):
         return plain(hidden) * hidden.shape[1]
 
     mlp.forward = forward
@@ -192,8 +188,8 @@ def wrapped_by_accelerate(model):
     accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, accelerate.hooks.ModelHook())
 
 
-RECORDS: list[torch.Tensor] = []
-CHANGES: dict[str, Callable[[Any], Any]] = {
+RECORDS = []
+CHANGES = {
     **{name: on_layer(hook) for name, hook in SEEN.items()},
     "longer than any trial": on_layer(functools.partial(longer_than, 5000)),
     "counter in an object": on_layer(Counting()),
@@ -318,7 +314,7 @@ def scaled_module(model):
     model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
 
 
-PLAIN: dict[str, Callable[[Any], Any]] = {
+PLAIN = {
     "added": on_layer(scaled_by(VECTOR, 0.7)),
     "in place": on_layer(in_place),
     "projected": on_layer(
@@ -380,7 +376,7 @@ def test_declared_code_is_speculated(monkeypatch, where):
         else:
             (layer.mlp if where == "module" else model).per_token = True
     else:
-        hook: Any = functools.partial(whole) if where == "partial" else scaled_by(VECTOR, 1.0)
+        hook = functools.partial(whole) if where == "partial" else scaled_by(VECTOR, 1.0)
         hook.per_token = True
         layer.register_forward_hook(hook)
     expected = model.generate(**call)

@@ -4,9 +4,7 @@ and errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -153,7 +151,7 @@ def test_processors_that_ignore_the_sequence_do_so():
 
 RETURNS = r"logits_processor .* must return scores of shape"
 # Model, what is changed in the arguments of a call, and its error.
-REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] = {
+REFUSED = {
     "dropout": ("gpt2-training", lambda call: call, UnsupportedModelError, r"model\.eval\(\)"),
     "positions": (
         "llama",

@@ -7,8 +7,6 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +49,7 @@ from tests.support.served_pair import written
 from tests.support.toys.tiny_models import ragged_prompts, tiny_copy, tiny_model
 
 CONFIG = SLOSpecConfig(compile=False, prepack=False)
-OPTIONS: dict[str, Any] = dict(max_new_tokens=16, eos_token_id=None)
+OPTIONS = dict(max_new_tokens=16, eos_token_id=None)
 PROMPTS = ragged_prompts(2)
 
 
@@ -62,7 +60,7 @@ def _measured_quickly(monkeypatch):
 
 
 def model_of(kind=LlamaForCausalLM):
-    model: Any = tiny_copy("llama")
+    model = tiny_copy("llama")
     model.__class__ = kind
     return model
 
@@ -131,7 +129,7 @@ class Storing(DynamicLayer):
         return self._keys
 
     @keys.setter
-    def keys(self, value: Any) -> None:
+    def keys(self, value):
         self._keys = None if value is None else value.round()
 
 
@@ -154,7 +152,7 @@ class NotACache:
 
 def patched(name, on_layer=False):
     cache = DynamicCache(config=tiny_model("llama").config)
-    owner: Any = cache.layers[1] if on_layer else cache
+    owner = cache.layers[1] if on_layer else cache
     plain = getattr(owner, name)
     setattr(owner, name, functools.wraps(plain)(lambda *args, **kwargs: plain(*args, **kwargs)))
     return cache
@@ -166,7 +164,7 @@ def with_layer():
     return cache
 
 
-CACHES: dict[str, Callable[[], Any]] = {
+CACHES = {
     "a subclass": RoundingCache,
     "a static subclass": lambda: rounding(StaticCache)(
         config=tiny_model("llama").config, max_cache_len=64
@@ -204,7 +202,7 @@ def test_calls_with_caches_of_the_user_fall_back(name):
     with pytest.raises(UnsupportedOptionError, match=f"^{name}, a Rounding, has members"):
         speculated(model, **{name: RoundingCache()})
     generator = SLOSpecGenerator(model, config=CONFIG, fallback=True)
-    options: dict[str, Any] = dict(do_sample=False, **{name: RoundingCache()})
+    options = dict(do_sample=False, **{name: RoundingCache()})
     with pytest.warns(FallbackWarning, match="has members"):
         out = generator.generate(**PROMPTS, **OPTIONS, **options)
     assert torch.equal(out, stock(model, do_sample=False, **{name: RoundingCache()}))
@@ -581,7 +579,7 @@ def test_generates_that_decode_by_themselves_are_refused(kind):
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_libraries_may_wrap_generate(monkeypatch, is_wrapped):
     plain = GenerationMixin.generate
-    lengths = list[int]()
+    lengths = []
 
     def watched(self, *args, **kwargs):
         out = plain(self, *args, **kwargs)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -25,13 +24,11 @@ from tests.support.served_pair import written
 from tests.support.toys.tiny_models import tiny_copy
 
 CONFIG = SLOSpecConfig(compile=False)
-CALL: dict[str, Any] = dict(
-    input_ids=torch.arange(3, 15)[None], max_new_tokens=12, eos_token_id=None
-)
+CALL = dict(input_ids=torch.arange(3, 15)[None], max_new_tokens=12, eos_token_id=None)
 
 
 def enabled(family="llama", **options):
-    model: Any = tiny_copy(family)
+    model = tiny_copy(family)
     hf_slospec.enable(model, config=CONFIG, **options)
     return model
 
@@ -98,7 +95,7 @@ def test_layers_that_leave_the_interface_are_refused(monkeypatch):
 
 
 def test_a_batcher_refuses_a_model_that_was_compiled_meanwhile():
-    model: Any = tiny_copy("llama")
+    model = tiny_copy("llama")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit([3, 4, 5], max_new_tokens=4).result(60)
         model.compile(backend="eager")
@@ -108,7 +105,7 @@ def test_a_batcher_refuses_a_model_that_was_compiled_meanwhile():
 
 
 def test_tables_may_have_more_rows_than_the_config_says():
-    model: Any = tiny_copy("llama")
+    model = tiny_copy("llama")
     torch.manual_seed(0)
     rows = model.config.vocab_size + 80
     model.set_input_embeddings(nn.Embedding(rows, model.config.hidden_size))
@@ -122,7 +119,7 @@ def test_tables_may_have_more_rows_than_the_config_says():
 
 def test_alibi_by_place_refuses_gaps():
     torch.manual_seed(0)
-    model: Any = MptForCausalLM(
+    model = MptForCausalLM(
         MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2)
     )
     model.eval()
@@ -212,7 +209,7 @@ def test_other_windows_are_refused_until_enabled_again(family, window):
 
 
 def test_a_part_of_another_dtype_is_refused_and_does_no_harm():
-    model: Any = tiny_copy("llama")
+    model = tiny_copy("llama")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         expected = written(generator, [3, 4, 5], max_new_tokens=4)
         model.lm_head.half()
@@ -271,7 +268,7 @@ def test_layers_that_set_attributes_are_tried_once(monkeypatch):
 
 
 def test_windows_of_a_running_generator_are_refused_beside_new_hooks():
-    model: Any = tiny_copy("mistral")
+    model = tiny_copy("mistral")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit(list(range(3, 73)), max_new_tokens=4).result(60)
         model.config.sliding_window = 9

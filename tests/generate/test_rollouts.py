@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ class Rollouts:
     """A trainer's calls of a callback, with a rollout per epoch."""
 
     def __init__(self, folder, callback, **settings):
-        self.model: Any = tiny_copy("llama")
+        self.model = tiny_copy("llama")
         self.args, self.state = (
             TrainingArguments(output_dir=str(folder), use_cpu=True),
             TrainerState(global_step=0),

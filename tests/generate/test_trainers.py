@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -133,13 +132,11 @@ def test_pipelines_speculate(slo_tpot, monkeypatch):
     model.float(), draft.float()
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     prompts = ["def main():\n", "import os\n", "class Stack:\n"]
-    options: dict[str, Any] = dict(
-        max_new_tokens=24, do_sample=True, return_full_text=False, batch_size=2
-    )
+    options = dict(max_new_tokens=24, do_sample=True, return_full_text=False, batch_size=2)
     torch.manual_seed(0)
     expected = pipe(prompts, **options)
     hf_slospec.enable(model, draft, always=slo_tpot is None)
-    calls = list[Any]()
+    calls = []
     decode = Decoder.generate
     monkeypatch.setattr(
         Decoder, "generate", lambda self, *given: calls.append(given[0]) or decode(self, *given)

@@ -25,7 +25,7 @@ from tests.support.toys.trees import (
 
 VOCAB = 3
 CONTEXT = (0, 1)
-SHAPES: dict[str, list[tuple[int, ...]]] = {
+SHAPES = {
     "root only": [],
     "one node": [(2,)],
     "chain": [(0, 1, 2)],
@@ -49,7 +49,7 @@ def penalised(next_probs, tokens):
 
 def run_accept(tree, choose, at_most=99):
     """What a step emits and accepts when the request is finished with its ``at_most``-th token."""
-    emitted = list[int]()
+    emitted = []
 
     def emit(token):
         emitted.append(token)
@@ -145,7 +145,7 @@ def test_walk_goes_down_one_path_and_stops_when_told(seed, size, stop_after):
     endless, _ = run_accept(tree, choices.__getitem__)
     assert 1 <= len(endless) <= tree.max_depth + 1
 
-    asked = list[int]()
+    asked = []
 
     def choose(node):
         asked.append(node)

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from hf_slospec.tree.best_first import best_first_tree, grown_tree
 from tests.support.toys.trees import SEEDS, TIED, path_to
 
-Prefix = tuple[int, ...]  # ranks of its tokens among the candidates of their positions
-
 
 def random_block(rng, depth, width, is_tied):
     """Candidates of every position, which share no token, and their probabilities in descending
@@ -41,11 +39,11 @@ def prefixes_of(tree, tokens):
 def canonical(probs):
     """All prefixes of positive probability: by probability, then by depth, then by parent and rank."""
     depth, width = probs.shape
-    of: dict[Prefix, float] = {(): 1.0}
+    of = {(): 1.0}
     for level in range(1, depth + 1):
         for prefix in itertools.product(range(width), repeat=level):
             of[prefix] = of[prefix[:-1]] * float(probs[level - 1, prefix[-1]])
-    place: dict[Prefix, int] = {(): 0}
+    place = {(): 0}
     waiting = {prefix for prefix, prob in of.items() if prefix and prob > 0.0}
     while waiting:
         ready = [prefix for prefix in waiting if prefix[:-1] in place]
@@ -87,7 +85,7 @@ def test_nodes_are_the_first_prefixes_in_canonical_order(seed, depth, width, max
 @settings(deadline=None, max_examples=60)
 def test_no_other_tree_of_the_size_has_a_larger_sum(seed, shape, size, is_tied):
     tokens, probs = random_block(np.random.default_rng(seed), *shape, is_tied)
-    exact: dict[Prefix, Fraction] = {(): Fraction(1)}
+    exact = {(): Fraction(1)}
     for level in range(1, shape[0] + 1):
         for prefix in itertools.product(range(shape[1]), repeat=level):
             exact[prefix] = exact[prefix[:-1]] * Fraction(float(probs[level - 1, prefix[-1]]))
@@ -127,7 +125,7 @@ def test_candidates_may_depend_on_the_path(seed, depth, max_nodes, is_tied):
         return tokens[0].tolist(), probs[0].tolist()
 
     paths, layer = (
-        dict[tuple[int, ...], float](),
+        {},
         {(-1, 7): 1.0},
     )  # all of them, behind the root and what precedes it
     for level in range(depth):

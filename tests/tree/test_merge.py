@@ -23,14 +23,14 @@ def merge(trees, max_nodes=None):
 
 def brute_force(trees):
     """Path probability of every path."""
-    given: dict[Path, float] = {}
+    given = {}
     for tree in trees:
         for node in range(tree.num_nodes):
             path = tuple(path_to(tree, node))
             parent = tree.path_probs[tree.parents[node]]
             own = float(tree.path_probs[node] / parent) if node and parent > 0.0 else 0.0
             given[path] = max(given.get(path, 0.0), own)
-    probs: dict[Path, float] = {(): 1.0}
+    probs = {(): 1.0}
     for path in sorted(given, key=len)[1:]:
         total = sum(prob for other, prob in given.items() if other and other[:-1] == path[:-1])
         probs[path] = probs[path[:-1]] * given[path] / max(total, 1.0)
