@@ -77,17 +77,13 @@ class BatchingService:
         self.telemetry = Telemetry()
         self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
-        self._batcher: Batcher | Follower | None = (
-            None  # a follower in all but the first process of the model
-        )
+        # A follower in all but the first process of the model.
+        self._batcher: Batcher | Follower | None = None
         self._limits: Limits | None = None
         self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
-        self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: (
-            None
-        )  # weak: it holds all K/V
-        self._placements: list[
-            tuple[Any, ...]
-        ] = []  # placements of the models when the engine was made
+        # Weak, as the engine holds all K/V.
+        self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None
+        self._placements = list[tuple[Any, ...]]()  # of the models when the engine was made
         self._is_led = False  # by this service's batcher; see Ranks
         self._index = itertools.count()
         self._lock = FairLock()
@@ -117,15 +113,12 @@ class BatchingService:
                 if kv_tokens is None:
                     kv_tokens = ranks.least(speculator.affordable_kv_tokens())
                 self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes)
-                new_engine, lock, max_queue = (
-                    self._new_engine,
-                    speculator.lock,
-                    self.config.max_queue,
-                )
+                new_engine = self._new_engine
                 if ranks.is_first:
+                    max_queue = self.config.max_queue
                     self._batcher = Batcher(
-                        new_engine, max_queue, lock, self, _batcher_thread, self._is_current
-                    )
+                        new_engine, max_queue, speculator.lock, self, _batcher_thread, self._is_current,
+                    )  # fmt: skip
                 else:
                     self._batcher = ranks.new_follower(new_engine, speculator, _batcher_thread)
             if not self._batcher.is_running:
@@ -201,11 +194,9 @@ class BatchingService:
         speculator.renew()
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
-        others = self._samplers, slots, max_kept
-        target = ranks.new_target(speculator, *others)
-        drafter = speculator.new_drafter(
-            slots, max_kept, keeps_rng=False
-        )  # every request has its own noise
+        target = ranks.new_target(speculator, self._samplers, slots, max_kept)
+        # Every request has its own noise.
+        drafter = speculator.new_drafter(slots, max_kept, keeps_rng=False)
         costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
         engine = new_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits

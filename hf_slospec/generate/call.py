@@ -319,8 +319,6 @@ def _output(call: Call, **stock: Any) -> Any:
     output = (
         SLOSpecOutput(**stock) if call.encoder is None else SLOSpecEncoderDecoderOutput(**stock)
     )
-    output.slo, output.steps = (
-        [request.metrics() for request in call.rows.requests],
-        call.rows.steps,
-    )
+    output.slo = [request.metrics() for request in call.rows.requests]
+    output.steps = call.rows.steps
     return output

@@ -12,9 +12,10 @@ from inspect import Parameter, signature
 from typing import Any
 
 import torch
+from transformers.generation import GenerationMode, MaxTimeCriteria
 
-from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
-from hf_slospec.generate.arguments import check_arguments, configured
+from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.generate.arguments import check_arguments, check_cache, configured
 from hf_slospec.generate.images import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import (
     draft_grammar,
@@ -35,17 +36,30 @@ from hf_slospec.generate.stock import (
     own_generate_error,
     run_stock,
 )
-from hf_slospec.generate.validation import PREPARED, validated_inputs
+from hf_slospec.model.checked_model import CheckedModel
 from hf_slospec.model.coupling import Coupling
 from hf_slospec.model.family import EncoderOutputs
 from hf_slospec.model.noise import default_generator
-from hf_slospec.model.properties import FORWARD_ERRORS, vocab_size
+from hf_slospec.model.ownership import foreign_members
+from hf_slospec.model.properties import CACHE_NAMES, FORWARD_ERRORS, given_cache, vocab_size
 from hf_slospec.model.sampling import Record, StockSampler
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.params import RequestParams, SubmitOptions
 from hf_slospec.request.request import NewNoise, Request
 from hf_slospec.request.slo import SLOTpot, Stages, parse_slo
 
+# Keyword arguments from stock that the package handles, or that do not affect the output.
+PREPARED = {
+    *CACHE_NAMES,
+    "attention_mask",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "position_ids",
+    "use_cache",
+}
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
 
 
@@ -238,6 +252,71 @@ def stages_by_row(
             f"slo_tpot has {len(slo)} entries for {num_rows} rows; give one number for all rows or one entry per row"
         )
     return slo
+
+
+def validated_inputs(
+    checked: CheckedModel, stock: StockCall
+) -> tuple[dict[str, Any], list[str], EncoderOutputs | None]:
+    """Return the decoder's inputs that stock ``generate`` prepared, the names of those that are
+    images, audio or video, and the encoder's inputs.
+
+    Raises:
+        UnsupportedModelError, UnsupportedOptionError: they cannot be speculated.
+    """
+    model = checked.model
+    _, processors, criteria, config, inputs, _ = stock
+    check_cache(*given_cache(inputs), is_prepared=True)
+    if foreign := foreign_members((processors, criteria)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} decodes with lists of processors or criteria that are not transformers' own "
+            f"({', '.join(foreign)}), which speculation does not call; return a LogitsProcessorList and a "
+            "StoppingCriteriaList, or call generate without slo_tpot"
+        )
+    names: list[str] = []
+    inputs, encoder = checked.packed.family.prepared(model, stock.inputs, inputs)
+    if encoder is None:
+        names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
+        # Tokenizers of BERT write token types for a mere text, too.
+        types = None if names else inputs.get("token_type_ids")
+        if types is not None:
+            is_led = checked.ranks.is_led
+            if is_led or bool(types.any()) or not checked.ignores_zero_types:
+                raise UnsupportedOptionError(
+                    f"token_type_ids cannot be combined with slo_tpot where they change what {type(model).__name__} "
+                    "computes; only zeros that mean the same as none are taken, so call generate without slo_tpot"
+                )
+            inputs = {k: v for k, v in inputs.items() if k != "token_type_ids"}
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UnsupportedOptionError(
+            f"slo_tpot works with greedy decoding and sampling, not with {mode.value.replace('_', ' ')}; "
+            "set num_beams=1 (and no other search option), or call generate without slo_tpot"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, False):
+            raise UnsupportedOptionError(
+                f"{name}=True is not available with slo_tpot: stock returns them per forward of one token; "
+                "call generate without slo_tpot"
+            )
+    is_given = {k for k, v in inputs.items() if v is not None and not (type(v) is dict and not v)}
+    if extra := sorted(is_given - {*PREPARED, *names, "mm_token_type_ids"}):
+        raise UnsupportedOptionError(
+            f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out"
+        )
+    # Processes of a tensor-parallel model must do the same.
+    if checked.ranks.num_deciding > 1 and any(isinstance(c, MaxTimeCriteria) for c in criteria):
+        raise UnsupportedOptionError(
+            "max_time cannot be combined with slo_tpot and a tensor-parallel model, whose processes would stop at "
+            "different tokens; leave it out, and limit the output by max_new_tokens"
+        )
+    for each in processors if checked.ranks.is_led else ():
+        held = getattr(each, "__dict__", {}).values()
+        if any(isinstance(value, torch.nn.Module) for value in held):
+            raise UnsupportedOptionError(
+                f"{type(each).__name__} forwards a model, and the batcher of a tensor-parallel model runs processors "
+                "in its first process alone; leave out what asks for it, such as guidance_scale"
+            )
+    return inputs, names, encoder
 
 
 def _call(

@@ -40,8 +40,8 @@ from hf_slospec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from hf_slospec.generate.arguments import check_cache
 from hf_slospec.generate.speculator import MEASURE_S
-from hf_slospec.generate.validation import check_cache
 from hf_slospec.model.ownership import check_own_code, foreign_members, is_of_transformers
 from hf_slospec.model.properties import CACHE_NAME, cache_option
 from hf_slospec.model.whose_code import library_of
