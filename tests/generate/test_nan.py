@@ -23,11 +23,9 @@ from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, sharpened, 
 FIXED = dict(policy="fixed", max_depth=2, max_width=4)
 NEW_TOKENS = 10
 SAMPLED = dict(do_sample=True, temperature=0.7, top_k=5)
-EAGER, COMPILED, MASKED = (
-    dict(compile=False),
-    dict(compile="wait"),
-    dict(compile=False, attention="4d_mask"),
-)
+EAGER = dict(compile=False)
+COMPILED = dict(compile="wait")
+MASKED = dict(compile=False, attention="4d_mask")
 QUICK = [
     ("llama", EAGER, {}),
     ("llama", MASKED, {}),
