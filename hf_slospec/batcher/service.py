@@ -286,47 +286,46 @@ class BatchingService:
                 "submit outside of it, and let Accelerator.prepare turn autocast on within the model's forward"
             )
         streamer = arguments.pop("streamer", None)
+        earlier = None
         if continues is None:
             inputs = inputs_of(prompt, images, self.tokenizer, self.processor)
         else:
             inputs = inputs_after(continues, prompt, images, self.tokenizer)
-        inputs["attention_mask"] = torch.ones_like(inputs["inputs"])
-        inputs = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
-                  for name, value in inputs.items()}  # fmt: skip
-
-        def new_stop_strings(tokenizer: Any, strings: str | Sequence[str]) -> OutputStopStrings:
-            min_tokens = configured("min_new_tokens", self.decoder.model, arguments) or 0
-            skips = options.skip_special_tokens
-            to_text = (
-                self._texts[skips] if tokenizer is self.tokenizer else Detokenizer(tokenizer, skips)
-            )
-            return OutputStopStrings(to_text, strings, inputs["inputs"].shape[1], min_tokens)
-
-        earlier = None
-        if continues is not None:
             earlier = continues.metrics
             if not options.cache_salt:  # the K/V of the earlier request is found under its salt
                 salt = continues.request.params.cache_salt
                 options = options.model_copy(update={"cache_salt": salt})
+        model = self.decoder.model
+        inputs["attention_mask"] = torch.ones_like(inputs["inputs"])
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                inputs[name] = value.to(model.device)
+        to_text = self._texts[options.skip_special_tokens]
+
+        def new_stop_strings(tokenizer: Any, strings: str | Sequence[str]) -> OutputStopStrings:
+            min_tokens = configured("min_new_tokens", model, arguments) or 0
+            skips = options.skip_special_tokens
+            texts = to_text if tokenizer is self.tokenizer else Detokenizer(tokenizer, skips)
+            return OutputStopStrings(texts, strings, inputs["inputs"].shape[1], min_tokens)
+
         arguments = {"tokenizer": self.tokenizer} | arguments | inputs
         speculator = self.decoder.speculator_of(arguments)
-        with keeping_rope_deltas(self.decoder.model):
+        with keeping_rope_deltas(model):
             call = prepare(
                 speculator, slo_tpot, arguments, options, earlier, batcher.is_idle, new_stop_strings
             )
         speculator.lock.rest()  # this thread may have read weights or encoded images
         (params,) = call.params
-        num_tokens = len(params.prompt) + params.max_new_tokens
-        if (needed := num_tokens + self.limits.max_nodes) > self.limits.kv_tokens:
+        if (needed := params.max_len + self.limits.max_nodes) > self.limits.kv_tokens:
             raise InvalidInputError(
                 f"prompt of {len(params.prompt)} tokens + max_new_tokens={params.max_new_tokens} + "
                 f"{self.limits.max_nodes} for speculation need {needed} tokens of K/V, and there are kv_tokens="
                 f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
             )
         record = call.rows.record
-        seed = None
-        if params.is_sampled:
-            seed = secrets.randbits(63) if options.seed is None else options.seed
+        seed = options.seed if params.is_sampled else None
+        if params.is_sampled and seed is None:
+            seed = secrets.randbits(63)
         if options.resume is not None and record.num_top is not None:
             # The log probabilities of earlier tokens are not known.
             record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(options.resume.tokens)
@@ -336,11 +335,10 @@ class BatchingService:
         request = Request(next(self._index), params, call.arrived_s, options.resume, new_noise)
         if sampler is not None:
             self._samplers.add(request, sampler)
-        to_text = None if self.tokenizer is None else self._texts[options.skip_special_tokens]
         reader = params.prompt_reader
         handle = RequestHandle(
             request,
-            to_text,
+            None if self.tokenizer is None else to_text,
             batcher.abort,
             seed,
             record.logprobs[0],

@@ -15,8 +15,7 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import ROOT, TokenTree
-from tests.support.policy_names import POLICIES
-from tests.support.toys.engine import decode_plainly, policy_of, run
+from tests.support.toys.engine import policy_of, run
 from tests.support.toys.models import (
     VOCAB,
     Clock,
@@ -25,7 +24,6 @@ from tests.support.toys.models import (
     WholeTrees,
     engine_of,
     greedy,
-    sampled,
 )
 from tests.support.toys.trees import SEEDS, beam_tree, markov_model, path_to
 
@@ -83,11 +81,6 @@ def request_with(rng, index, has_grammar, num_new=16):
     )
 
 
-def constrained(target, request):
-    grammar = request.params.grammar
-    return target if grammar is None else grammar.keep(target, request.prompt_len)
-
-
 def is_allowed(request, path):
     grammar = request.params.grammar
     output = request.tokens[request.prompt_len :]
@@ -95,25 +88,6 @@ def is_allowed(request, path):
         grammar is None or grammar.allows([*output, *path[:at]], [path[at]])[0]
         for at in range(len(path))
     )
-
-
-@given(seed=SEEDS, policy_name=st.sampled_from(POLICIES), is_sampled=st.booleans())
-@settings(deadline=None, max_examples=60)
-def test_every_policy_decodes_as_plain_constrained_decoding_does(seed, policy_name, is_sampled):
-    rng = np.random.default_rng(seed)
-    target = markov_model(rng, VOCAB)
-    draft = markov_model(rng, VOCAB)
-    requests = [request_with(rng, index, has_grammar=index != 1) for index in range(3)]
-
-    def choose(request):
-        own = constrained(target, requests[request.index])
-        return (sampled(own, seed) if is_sampled else greedy(own))(request)
-
-    expected = [decode_plainly(choose, request) for request in requests]
-    toy = ToyTarget(choose)
-    policy = policy_of(SLOSpecConfig(policy=policy_name, max_depth=4, max_width=2))
-    run(engine_of(requests, toy, ToyDrafter(draft), policy, Clock()))
-    assert [request.tokens for request in requests] == expected
 
 
 @given(seed=SEEDS, depth=st.integers(1, 5), width=st.integers(1, 3))

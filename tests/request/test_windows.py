@@ -72,9 +72,9 @@ def exact_kept(committed, allowed_steps, num_tokens):
 
 def test_steps_of_a_window_have_their_exact_distribution():
     exact = np.zeros(WINDOW + 1)
-    for sequence, probability in outcomes(MIXED, WINDOW):
+    for sequence, probability in outcomes(TWO, WINDOW):
         exact[1 + int(np.searchsorted(np.cumsum(sequence), WINDOW))] += probability
-    assert steps_needed(MIXED) == pytest.approx(exact)
+    assert steps_needed(TWO) == pytest.approx(exact)
     assert steps_needed(PLAIN) == pytest.approx(np.eye(1, WINDOW + 1, WINDOW)[0])
 
 

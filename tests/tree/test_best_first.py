@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-from fractions import Fraction
 
 import numpy as np
 from hypothesis import given, settings
@@ -74,33 +72,6 @@ def test_nodes_are_the_first_prefixes_in_canonical_order(seed, depth, width, max
         int(tree.tokens[0]) == 7
         and tree.tokens.dtype == tree.parents.dtype == tree.depths.dtype == np.int64
     )
-
-
-@given(
-    seed=SEEDS,
-    shape=st.sampled_from([(1, 5), (2, 2), (3, 2), (2, 3)]),
-    size=st.integers(1, 6),
-    is_tied=st.booleans(),
-)
-@settings(deadline=None, max_examples=60)
-def test_no_other_tree_of_the_size_has_a_larger_sum(seed, shape, size, is_tied):
-    tokens, probs = random_block(np.random.default_rng(seed), *shape, is_tied)
-    exact = {(): Fraction(1)}
-    for level in range(1, shape[0] + 1):
-        for prefix in itertools.product(range(shape[1]), repeat=level):
-            exact[prefix] = exact[prefix[:-1]] * Fraction(float(probs[level - 1, prefix[-1]]))
-    inner = [prefix for prefix in exact if prefix]
-    trees = [
-        chosen
-        for chosen in itertools.combinations(inner, min(size, len(inner)))
-        if all(not prefix[:-1] or prefix[:-1] in chosen for prefix in chosen)
-    ]
-    best = max(sum((exact[prefix] for prefix in chosen), Fraction(0)) for chosen in trees)
-    found = sum(
-        (exact[prefix] for prefix in prefixes_of(best_first_tree(0, tokens, probs, size), tokens)),
-        Fraction(0),
-    )
-    assert math.isclose(found, best, rel_tol=1e-12)
 
 
 def test_impossible_prefixes_are_left_out():

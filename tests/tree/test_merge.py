@@ -82,16 +82,6 @@ def test_requests_together_are_as_each_by_itself(seed, sizes):
             assert getattr(own, name).tolist() == getattr(alone, name).tolist()
 
 
-@given(seed=SEEDS, size=st.integers(1, 20))
-@settings(deadline=None)
-def test_merging_again_changes_nothing(seed, size):
-    once = merge(random_trees(seed, [size], UNEVEN))
-    twice = merge([once, once])
-    paths = [[path_to(tree, node) for node in range(tree.num_nodes)] for tree in (once, twice)]
-    assert sorted(paths[0]) == sorted(paths[1])
-    assert np.sort(twice.path_probs).tolist() == pytest.approx(np.sort(once.path_probs).tolist())
-
-
 def test_one_source_may_know_the_parent_and_another_the_child():
     merged = merge([chain(0.9, 0.1), chain(0.2, 0.8)])
     assert merged.path_probs.tolist() == pytest.approx([1.0, 0.9, 0.72])

@@ -281,10 +281,6 @@ def test_the_printed_bounds_and_offsets_are_options():
     assert adaptive_shape(48, 512, 96, 8, 3, width_offset=-4) == (8, 1)
 
 
-def test_adaptive_shape_without_depth():
-    assert adaptive_shape(1, 64, 96, 0, 4) == (0, 4)
-
-
 @given(
     verify_tokens=st.integers(1, 600),
     draft_tokens=st.integers(1, 200),
@@ -318,13 +314,7 @@ def test_adaptive_shape_shrinks_with_more_requests(
 def test_required_tokens_bring_the_average_to_the_target(elapsed, emitted, step, target):
     required = required_tokens(elapsed, emitted, step, target)
     assert (emitted + required) * target == pytest.approx(elapsed + step, abs=1e-6)
-
-
-def test_required_tokens():
-    assert required_tokens(1.0, 4, 0.25, 0.25) == 1.0
-    assert required_tokens(0.0, 0, 0.5, 0.25) == 2.0
-    assert required_tokens(1.0, 40, 0.25, 0.25) < 0.0
-    assert required_tokens(100.0, 0, 1.0, None) == 0.0
+    assert required_tokens(elapsed, emitted, step, None) == 0.0
 
 
 def test_rounding_does_not_make_a_reachable_target_infeasible():
