@@ -328,8 +328,8 @@ def _observations(request: Request, metrics: RequestMetrics) -> dict[str, float]
 
 
 def _per_position(lengths: Counter[int]) -> list[int]:
-    """Return how many draft trees had an accepted token at each level, of counts by accepted
-    tokens.
+    """Return how many draft trees had an accepted token at each level; ``lengths`` counts trees by
+    their accepted tokens.
     """
     levels = range(max(lengths, default=0))
     return [sum(count for length, count in lengths.items() if length > level) for level in levels]

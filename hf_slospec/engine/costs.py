@@ -244,9 +244,7 @@ class StepCosts:
         return self._draft_correction.factor * level_s
 
     def level_parts_s(self, num_requests: int, width: int, num_keys: int) -> tuple[float, float]:
-        """Return the seconds of one more draft level in two parts: for up to so many requests, and
-        for each of them.
-        """
+        """Return the seconds of one more draft level in two parts: fixed, and per request."""
         whole_s, half_s = (
             self.level_s(share * num_requests, width, share * num_keys) for share in (1.0, 0.5)
         )

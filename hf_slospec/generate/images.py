@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.generate.prompt import CallInputs
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.prefilled_prompts import (
     Prefilled,
@@ -67,7 +67,7 @@ class WholePrompts:
     def __init__(
         self,
         packed: PackedModel,
-        prompt: PromptInputs,
+        prompt: CallInputs,
         model_kwargs: dict[str, Any],
         names: Sequence[str],
     ):
@@ -115,7 +115,7 @@ class WholePrompts:
     def of(
         cls,
         packed: PackedModel,
-        prompt: PromptInputs,
+        prompt: CallInputs,
         model_kwargs: dict[str, Any],
         names: list[str],
     ) -> WholePrompts | None:

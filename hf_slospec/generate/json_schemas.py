@@ -104,9 +104,7 @@ def to_follow(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Closing:
-    """Closing of the objects of one schema. Its inner schemas are named by pointers, which
-    references have.
-    """
+    """Closes the objects of one schema; inner schemas are known by JSON pointers, as in ``$ref``."""
 
     def __init__(self, schema: dict[str, Any]):
         self._nodes: dict[str, dict[str, Any]] = {}
@@ -188,10 +186,10 @@ class _Closing:
         """Return the properties that a schema and its parts list; None if they allow others."""
         if at not in self._names:
             self._names[at] = {}  # for references to itself
-            self._names[at] = self._found_names(at)
+            self._names[at] = self._listed_names(at)
         return self._names[at]
 
-    def _found_names(self, at: str) -> _Names | None:
+    def _listed_names(self, at: str) -> _Names | None:
         node = self._nodes.get(at)
         if (
             node is None

@@ -24,7 +24,7 @@ from hf_slospec.generate.processors import (
     is_users,
     processors_of_row,
 )
-from hf_slospec.generate.prompt import PromptInputs, check_ids, prompt_reader
+from hf_slospec.generate.prompt import CallInputs, check_ids, prompt_reader
 from hf_slospec.generate.rows import Rows, StopStrings, pad_token
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.generate.stock import (
@@ -334,7 +334,7 @@ def _call(
     model = checked.model
     input_ids, processors, criteria, config, *_ = stock
     inputs, names, encoder = validated_inputs(checked, stock)
-    prompt = PromptInputs.of(input_ids, inputs, config, model.get_input_embeddings(), bool(names))
+    prompt = CallInputs.of(input_ids, inputs, config, model.get_input_embeddings(), bool(names))
     whole = WholePrompts.of(checked.packed, prompt, inputs, names) if encoder is None else None
     if whole is not None and checked.ranks.is_led:
         raise UnsupportedOptionError(

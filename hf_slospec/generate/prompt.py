@@ -36,7 +36,7 @@ from hf_slospec.scheduler.prefill import CHUNK
 
 
 @dataclass
-class PromptInputs:
+class CallInputs:
     """Inputs of the first forward of stock ``generate``: one column per token, the cached ones
     first.
     """
@@ -55,7 +55,7 @@ class PromptInputs:
         config: GenerationConfig,
         embedding: torch.nn.Module,
         has_own_positions: bool = False,
-    ) -> PromptInputs:
+    ) -> CallInputs:
         """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions
         are not checked.
 

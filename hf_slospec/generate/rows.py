@@ -24,7 +24,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.generate.processors import copied_for_row, is_stock
-from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.generate.prompt import CallInputs
 from hf_slospec.model.ownership import foreign_members
 from hf_slospec.model.sampling import Record, StockSampler, check_unchanged
 from hf_slospec.model.sequences import Sequences
@@ -66,7 +66,7 @@ class Rows:
     def __init__(
         self,
         input_ids: torch.Tensor,
-        prompt: PromptInputs,
+        prompt: CallInputs,
         criteria: StoppingCriteriaList,
         record: Record,
         streamer: Any,

@@ -174,9 +174,7 @@ def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[st
 
 
 def _without(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a call's arguments with a setting turned off where it is set; stock warns of settings
-    set twice.
-    """
+    """Return a call's arguments without a setting, which is also turned off in the configs."""
     kept = {key: value for key, value in arguments.items() if key != name}
     if getattr(config := kept.get("generation_config"), name, None) is not None:
         kept["generation_config"] = copy.copy(config)

@@ -314,10 +314,10 @@ class Request:
         return now_s - begin.at_s, self.num_emitted - begin.num_emitted
 
     def paced(self, now_s: float) -> tuple[float, int, int]:
-        """Return seconds and tokens so far, and tokens left, of what has to keep the pace.
+        """Return elapsed seconds, tokens emitted and tokens left of the stage or window to pace.
 
-        That is the current stage or, while windows of ten tokens are guaranteed and kept, the one
-        furthest behind."""
+        While windows of ten tokens are guaranteed and none was missed, it is the window furthest
+        behind; otherwise it is the current stage."""
         if not self.has_open_guarantee:
             return *self.decoded(now_s), self.num_left_in_stage
         elapsed_s, emitted = self.tightest_window(now_s, self.pace_s or 0.0)
@@ -338,9 +338,7 @@ class Request:
         self.state = RequestState.CANCELLED if error is None else RequestState.ERROR
 
     def drop_hooks(self) -> None:
-        """Drop the functions that only decoding needs: a request that is kept must not keep models
-        and samplers.
-        """
+        """Drop what only decoding needs, so that a stored request refers to no model or sampler."""
         self.params = replace(self.params, prefill=None, prompt_reader=None, grammar=None)
         self.noise = None
 
