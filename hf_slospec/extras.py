@@ -33,7 +33,7 @@ MODULES = {
 
 @functools.cache
 def load_entry_points(group: str) -> list[Any]:
-    """Import what the entry points of all distributions name in a group, once, and return it."""
+    """Load what entry points of a group name, in all distributions, and return it."""
     return [entry.load() for entry in importlib.metadata.entry_points(group=group)]
 
 

@@ -257,7 +257,7 @@ class Batcher:
         return [*self._engine.scheduler.running, *self._engine.scheduler.waiting]
 
     def _replace_engine(self) -> SLOSpecError | None:
-        """Fail the requests on models that were moved, and make a new engine or return an error."""
+        """End requests whose models were moved, and make a new engine or return an error."""
         error = UnsupportedModelError(
             "the model was moved, cast or given another forward while requests were running; submit them again"
         )

@@ -22,7 +22,7 @@ class BatcherState(Enum):
 
 
 class Counts(NamedTuple):
-    """What a batcher has to do now; the fields are those of :class:`Stats`."""
+    """Present load of a batcher; the fields are those of :class:`Stats`."""
 
     running: int = 0
     waiting: int = 0
