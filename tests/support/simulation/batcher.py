@@ -67,7 +67,7 @@ class Streamer:
         self.submitted, self.world, self.tokens, self.has_ended = (
             submitted,
             world,
-            list[int](),
+            [],
             False,
         )
 
@@ -90,7 +90,7 @@ class Simulation:
         self.plan = plan
         self.world = World(plan.seed, plan.switching)
         self.world.faults = {(fault.point, fault.number): fault.error() for fault in plan.faults}
-        self.submitted = list[Submitted]()
+        self.submitted = []
         self.num_tried = 0
         self.stops = [
             False
@@ -137,7 +137,7 @@ class Simulation:
     # ---- users
 
     def _user(self, actions):
-        own = list[Submitted]()
+        own = []
         for action in actions:
             batcher = self.servers[getattr(action, "batcher", 0)].batcher
             match action:
@@ -243,7 +243,7 @@ class Simulation:
     def _read(self, submitted):
         job = submitted.job
         handle = submitted.handle
-        seen = list[int]()
+        seen = []
         with contextlib.suppress(RequestCancelledError, *_ERRORS):
             for token in handle.tokens():
                 seen.append(token)

@@ -31,7 +31,7 @@ class GatedTarget(ToyTarget):
         self.gate = threading.Event()
         self.gate.set()
         self.most_requests = 10**9  # more in a step are more than there is memory for
-        self.error: BaseException | None = None
+        self.error = None
 
     def verify(self, requests, trees, chunks=()):
         assert self.gate.wait(WAIT_S)
@@ -44,7 +44,7 @@ class GatedTarget(ToyTarget):
 
 class Books(Observer):
     def __init__(self):
-        self.ended = list[Request]()
+        self.ended = []
 
     def on_step(self, step):
         """Count nothing."""
