@@ -14,14 +14,10 @@ from hf_slospec.forks import cached_property
 
 ToText = Callable[[list[int]], str]
 INVALID = "\ufffd"  # in place of bytes that are no UTF-8, such as part of a character
-CONTEXT_SIZES = (
-    8,
-    64,
-    1024,
-)  # last tokens of a prompt that are tried as context before the whole prompt
-WORD = re.compile(
-    r".*\w{4}", re.DOTALL
-)  # clean_up_tokenization changes no text up to the end of such a word
+# Last tokens of a prompt that are tried as context before the whole prompt.
+CONTEXT_SIZES = (8, 64, 1024)
+# clean_up_tokenization changes no text up to the end of such a word.
+WORD = re.compile(r".*\w{4}", re.DOTALL)
 
 
 BYTES_BY_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # of byte-level tokens
@@ -119,13 +115,11 @@ class TextStream:
         if isinstance(to_text, Detokenizer):
             self._byte_tokens = to_text.byte_tokens
             self._cleans_up = to_text.cleans_up
-        self._tokens = self._context(
-            prompt
-        )  # decoded at every step; the first ones for context only
+        # Decoded at every step; the first ones for context only.
+        self._tokens = self._context(prompt)
         self._num_context = len(self._tokens)
-        self._num_returned = (
-            len(to_text(self._tokens).rstrip(INVALID)) if self._tokens else 0
-        )  # characters
+        # Characters.
+        self._num_returned = len(to_text(self._tokens).rstrip(INVALID)) if self._tokens else 0
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """Return the last tokens of a prompt that suffice to decode what follows as behind the
@@ -146,9 +140,8 @@ class TextStream:
         self.held = text[max(self._num_returned, final) :]
         self._num_returned = max(self._num_returned, final)
         after = self._tokens[self._num_context :]
-        if not self.held and (
-            context := self._to_text(after)
-        ):  # tokens without text, such as special ones, give none
+        # Tokens without text, such as special ones, give none.
+        if not self.held and (context := self._to_text(after)):
             self._tokens = after
             self._num_context = len(after)
             self._num_returned = len(context)

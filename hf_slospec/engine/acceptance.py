@@ -183,9 +183,8 @@ class Conditionals:
         above = forest.path_probs[forest.parents]
         probs = np.divide(forest.path_probs, above, out=np.zeros(len(above)), where=above > 0.0)
         # Nodes of a tree ascend, so a stable sort by parent keeps siblings in order.
-        order = np.argsort(
-            forest.parents + (forest.depths > 0) * 0.5, kind="stable"
-        )  # roots before their children
+        # Roots before their children.
+        order = np.argsort(forest.parents + (forest.depths > 0) * 0.5, kind="stable")
         parents = forest.parents[order]
         is_first = np.ones(len(order), dtype=np.bool_)
         is_first[1:] = (parents[1:] != parents[:-1]) | (forest.depths[order[:-1]] == 0)

@@ -65,9 +65,8 @@ def test_stages_by_token_id_and_with_a_ttft_of_their_own(served):
         SLOStage(slo_tpot=WAIT_S, tokens=2),
         SLOStage(slo_tpot=None, slo_ttft=1e-9, until=marker),
     ]
-    options = dict(
-        max_new_tokens=30, speculative=False
-    )  # a first token within a step would be in time
+    # A first token within a step would be in time.
+    options = dict(max_new_tokens=30, speculative=False)
     handle = served.submit(PROMPT, slo_tpot=[*stages, SLOStage(slo_tpot=WAIT_S)], **options)
     handle.result(WAIT_S)
     assert handle.metrics.attained is False and handle.metrics.tpot_slo_s == WAIT_S
@@ -77,9 +76,8 @@ def test_stages_by_token_id_and_with_a_ttft_of_their_own(served):
     ]
     handle = served.submit(PROMPT, max_new_tokens=30, slo_tpot=patient, slo_ttft=1e-9)
     handle.result(WAIT_S)
-    assert (
-        handle.metrics.attained is True and handle.metrics.ttft_slo_s == WAIT_S
-    )  # the first stage's own
+    # The first stage's own.
+    assert handle.metrics.attained is True and handle.metrics.ttft_slo_s == WAIT_S
 
 
 def refused(served, error, match, prompt, handle):

@@ -85,8 +85,7 @@ def test_requests_are_let_go_when_they_are_over(served):
             handle.result(WAIT_S)
     gone = [weakref.ref(handle.request) for handle in handles]
     del handles, handle
-    served.submit(PROMPTS[0], max_new_tokens=3).result(
-        WAIT_S
-    )  # pushes them out of the engine's last step
+    # Pushes them out of the engine's last step.
+    served.submit(PROMPTS[0], max_new_tokens=3).result(WAIT_S)
     gc.collect()
     assert [ref() for ref in gone] == [None] * 3

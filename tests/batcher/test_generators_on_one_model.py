@@ -38,9 +38,8 @@ def test_they_take_turns_whatever_their_load(pair, turns, shares_draft):
     ]
     expected.append(alone(pair, PROMPTS[6], max_new_tokens=LONG // 4))
     with light, heavy:
-        light.submit(PROMPTS[7], max_new_tokens=2).result(
-            WAIT_S
-        )  # its service has started before the load comes
+        # Its service has started before the load comes.
+        light.submit(PROMPTS[7], max_new_tokens=2).result(WAIT_S)
         turns.clear()
         handles = [
             heavy.submit(prompt, max_new_tokens=LONG, eos_token_id=None) for prompt in PROMPTS[:6]

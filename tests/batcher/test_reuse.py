@@ -89,9 +89,8 @@ def test_a_promise_counts_the_prefill_that_is_saved(num_known):
     limits = Limits(max_batch=4, kv_tokens=10**6, max_nodes=4, prefill_chunk=100, starvation_s=1e9)
     costs = new_costs()
     scheduler = ContinuousScheduler(limits, costs, num_reusable=lambda request: num_known)
-    half_s = (
-        0.5 * 1000 / (100 / float(costs.step_s(0, 100)))
-    )  # half the time that the whole prompt takes
+    # Half the time that the whole prompt takes.
+    half_s = 0.5 * 1000 / (100 / float(costs.step_s(0, 100)))
     request = Request(0, RequestParams([1] * 1000, 4, (Stage(100.0),), ttft_slo_s=half_s))
     scheduler.add(request)
     scheduler.enter(0.0)

@@ -13,11 +13,9 @@ from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S
 
 @pytest.mark.parametrize("name", ["on_step", "on_end"])
 def test_all_is_counted_before_the_result_is_seen(name, pair, monkeypatch):
-    is_submitted, seen, count = (
-        threading.Event(),
-        [],
-        getattr(Telemetry, name),
-    )
+    is_submitted = threading.Event()
+    seen = []
+    count = getattr(Telemetry, name)
 
     def watched(telemetry, news):
         assert is_submitted.wait(WAIT_S)

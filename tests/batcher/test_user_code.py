@@ -102,9 +102,8 @@ def test_a_users_drafter_leaves_the_global_generator_to_others(pair):
     with SLOSpecGenerator(target, None, tokenizer, CONFIG, drafter=Draws()) as generator:
         handle = generator.submit(PROMPTS[0], max_new_tokens=quick_or(30, 60))
         while not handle.done():
-            drawn.append(
-                float(torch.rand((), dtype=torch.float64))
-            )  # float32 has too few values for many draws
+            # Float32 has too few values for many draws.
+            drawn.append(float(torch.rand((), dtype=torch.float64)))
         assert handle.result(WAIT_S).token_ids == alone(
             pair, PROMPTS[0], max_new_tokens=quick_or(30, 60)
         )

@@ -113,9 +113,8 @@ def test_predictions_add_up_to_what_is_committed(threshold):
     predicted = predicted[-1000:]
     committed = committed[-1000:]
     assert predicted.sum() == pytest.approx(committed.sum(), rel=0.05)
-    np.testing.assert_allclose(
-        predicted.mean(0), committed.mean(0), rtol=0.12
-    )  # hot ones and cold ones each
+    # Hot ones and cold ones each.
+    np.testing.assert_allclose(predicted.mean(0), committed.mean(0), rtol=0.12)
     assert committed.mean(0).max() > 1.3 * committed.mean(0).min()  # so that this says something
 
 
@@ -144,9 +143,8 @@ def test_shifts_follow_surprises_and_stay_bounded():
     assert acceptance.request_shifts[lucky] == -acceptance.request_shifts[unlucky] > 0.0
     believed = acceptance.predict([lucky, unlucky, new], one_child(0.5, 3)).path_probs[[1, 3, 5]]
     assert believed[0] > believed[2] > believed[1]
-    for _ in range(
-        3000
-    ):  # a draft that says even odds of what always comes, and of what never does
+    # A draft that says even odds of what always comes, and of what never does.
+    for _ in range(3000):
         forget(acceptance)
         step(acceptance, [lucky, unlucky], forest, [1])
     assert MAX_SHIFT >= acceptance.request_shifts[lucky] > 1.5

@@ -136,9 +136,8 @@ def test_the_first_level_processes_the_prompts_that_keep_arriving():
     for _ in range(1000):
         costs.observe(step(phases, nodes=(4, 4), committed=2, prefill=12, levels=1))
     rate = costs.recent.prefill_rate
-    assert rate == pytest.approx(
-        12.0 / phases.total_s, rel=0.05
-    )  # 12 tokens of prompts in every step
+    # 12 tokens of prompts in every step.
+    assert rate == pytest.approx(12.0 / phases.total_s, rel=0.05)
     one = np.array([1])
     verify_s = np.array([9.0])
     for prompt_len in (5.0, 24.0):  # more and fewer than a prompt per step
@@ -193,10 +192,8 @@ def test_draft_costs_add_up_level_by_level(points, factor, num_requests, depth, 
     catch_up=st.integers(1, 99),
 )
 def test_levels_draft_for_fewer_and_fewer_requests(depths, width, catch_up):
-    cost, number = (
-        ForwardCost(LatencyCurve((1, 1001), (0.5, 1.5)), 0.01, 0.001),
-        len(depths),
-    )  # 0.001 s per token
+    cost = ForwardCost(LatencyCurve((1, 1001), (0.5, 1.5)), 0.01, 0.001)
+    number = len(depths)  # 0.001 s per token
     costs = StepCosts(verify=cost, draft_level=cost)
     in_level = [sum(depth > level for depth in depths) for level in range(1, max(depths))]
     expected = cost(catch_up, number, 20 * number) + sum(
@@ -236,9 +233,8 @@ def test_verifying_and_drafting_are_corrected_apart():
     costs = StepCosts(verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1,), (0.5,)))
     for _ in range(60):
         costs.observe(step(PhaseTimes(draft_s=0.6, verify_s=20.0, host_s=4.0), committed=1))
-    assert costs.verify_s(8, 2, 20) == pytest.approx(
-        24.0
-    )  # profiled: 8; select and host time count
+    # Profiled: 8; select and host time count.
+    assert costs.verify_s(8, 2, 20) == pytest.approx(24.0)
     assert costs.draft_s(2, 3, 2, 20) == pytest.approx(0.6, rel=0.1)  # profiled: 1.5
 
 

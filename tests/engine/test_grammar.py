@@ -94,11 +94,9 @@ def is_allowed(request, path):
 @settings(deadline=None)
 def test_nodes_are_the_allowed_ones_and_the_expected_ones(seed, depth, width):
     rng = np.random.default_rng(seed)
-    plan, draft, free = (
-        Plan(depth, width),
-        markov_model(rng, VOCAB),
-        request_with(rng, 1, has_grammar=False),
-    )
+    plan = Plan(depth, width)
+    draft = markov_model(rng, VOCAB)
+    free = request_with(rng, 1, has_grammar=False)
     bound = request_with(rng, 0, has_grammar=True)
     bound.emit(int(rng.integers(0, VOCAB)))
     trees = {request: beam_tree(draft, request.tokens, depth, width) for request in (bound, free)}
@@ -113,10 +111,8 @@ def test_nodes_are_the_allowed_ones_and_the_expected_ones(seed, depth, width):
     assert all(is_allowed(bound, path) for path in probs)
     # Brute force: what the drafter proposed and the grammar allows, then what follows its most
     # probable nodes.
-    output, paths = (
-        bound.tokens[bound.prompt_len :],
-        [path_to(before, node) for node in range(before.num_nodes)],
-    )
+    output = bound.tokens[bound.prompt_len :]
+    paths = [path_to(before, node) for node in range(before.num_nodes)]
     proposed = {tuple(path) for path in paths if is_allowed(bound, path)}
     wanted = set(proposed)
     for node in np.argsort(-before.path_probs, kind="stable")[:MAX_GROWN].tolist():
@@ -133,17 +129,13 @@ def test_nodes_are_the_allowed_ones_and_the_expected_ones(seed, depth, width):
 
 def test_ways_share_what_other_proposals_leave():
     grammar = ToyGrammar(np.random.default_rng(0))
-    grammar.table[:] = np.eye(VOCAB, dtype=np.bool_)[
-        [1, 3, 0, 4, 4]
-    ]  # after 0 comes 1, after 1 comes 3, ...
+    # After 0 comes 1, after 1 comes 3, ...
+    grammar.table[:] = np.eye(VOCAB, dtype=np.bool_)[[1, 3, 0, 4, 4]]
     grammar.table[:, 1, 2] = True  # ... or 2
     request = Request(0, RequestParams([0], 9, grammar=grammar))
     request.emit(1)
-    for proposed, conditional in (
-        ([], 0.0),
-        ([2], 0.25),
-        ([4], 0.25),
-    ):  # nothing, a way, a forbidden token
+    # Nothing, a way, a forbidden token.
+    for proposed, conditional in (([], 0.0), ([2], 0.25), ([4], 0.25)):
         (tree,) = followed(
             {request: TokenTree.chain(1, proposed, conditional)}, Plan(2, 9)
         ).values()
@@ -200,10 +192,8 @@ def test_nodes_below_forbidden_ones_are_gone():
     chain = TokenTree.chain(1, [3, 2, 3], 0.5)
     (tree,) = followed({request: chain}, Plan(3, 1)).values()
     assert tree.tokens.tolist() == [1, 3] and tree.parents.tolist() == [-1, ROOT]
-    toy, plan = (
-        ToyTarget(greedy(grammar.keep(markov_model(np.random.default_rng(1), VOCAB), 1))),
-        Plan(3, 2),
-    )
+    toy = ToyTarget(greedy(grammar.keep(markov_model(np.random.default_rng(1), VOCAB), 1)))
+    plan = Plan(3, 2)
     late = Request(0, RequestParams([0, 1], 9, grammar=grammar, may_draft=False))
     run(
         engine_of(

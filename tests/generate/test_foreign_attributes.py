@@ -116,10 +116,8 @@ def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name):
 
 
 def test_attributes_of_drafts_and_between_submitted_requests():
-    target, draft = (
-        tiny_copy("llama"),
-        tiny_copy("llama", noise=0.03),
-    )
+    target = tiny_copy("llama")
+    draft = tiny_copy("llama", noise=0.03)
     prompt = ragged_prompts(1)["input_ids"]
     stock = target.generate(prompt, **OPTIONS)[0, prompt.shape[1] :].tolist()
     give(draft, np.arange(5))

@@ -240,9 +240,8 @@ def test_what_follows_a_format_is_valid_for_pydantic(grammars, kind):
     for _ in range(4):
         matcher = grammars.processor(adapter.json_schema(), 0)._matcher
         tokens = []
-        while (
-            not matcher.is_accepting()
-        ):  # random characters, and after some the closing quote where it may come
+        # Random characters, and after some the closing quote where it may come.
+        while not matcher.is_accepting():
             allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8))
             characters = [int(token) for token in allowed if len(tokenizer.decode([token])) == 1]
             is_end = len(tokens) > 40 and quote in characters
@@ -281,20 +280,20 @@ def test_chains_and_graphs_of_references_are_followed_once_or_refused():
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(5000)}
     with pytest.raises(InvalidInputError, match="nests too deeply"):
         to_follow({"$ref": "#/$defs/a0", "$defs": chain})
-    graph = {
-        f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(100)
-    }  # 2^100 paths
+    # 2^100 paths.
+    graph = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(100)}
     assert to_follow({"$ref": "#/$defs/a0", "$defs": graph | {"a100": A}})["$defs"].keys() == {
         *graph,
         "a100",
     }
+    # Each has the properties of all after it.
     nested = {
         f"a{i}": {
             "properties": {f"p{i}_{j}": {} for j in range(40)},
             "allOf": [{"$ref": f"#/$defs/a{i + 1}"}],
         }
         for i in range(50)
-    }  # each has the properties of all after it
+    }
     with pytest.raises(InvalidInputError, match="more than 20000 properties"):
         to_follow({"$ref": "#/$defs/a0", "$defs": nested | {"a50": A}})
 

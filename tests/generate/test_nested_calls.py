@@ -221,10 +221,8 @@ class Edits:
     ],
 )
 def test_changed_tokens_that_the_model_has_read_are_refused(enabled, name, batch, place):
-    inputs, options = (
-        ragged_prompts(batch, seed=2),
-        dict(do_sample=True, max_new_tokens=NEW, eos_token_id=None),
-    )
+    inputs = ragged_prompts(batch, seed=2)
+    options = dict(do_sample=True, max_new_tokens=NEW, eos_token_id=None)
     argument = {name: [Edits(place)]}
     with pytest.raises(hf_slospec.UnsupportedOptionError, match=f"{name}.* has changed input_ids"):
         enabled.generate(**inputs, **options, **argument)

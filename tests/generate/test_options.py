@@ -55,10 +55,8 @@ def test_perfect_drafts_are_accepted_whole(as_embeddings):
             model_of("llama").get_input_embeddings()(inputs.pop("input_ids")).detach()
         )
     (metrics,) = perfectly_drafted(**inputs).slo
-    assert (metrics.acceptance_length, metrics.steps) == (
-        5.0,
-        4,
-    )  # four accepted nodes and the bonus token
+    # Four accepted nodes and the bonus token.
+    assert (metrics.acceptance_length, metrics.steps) == (5.0, 4)
 
 
 def test_drafting_for_some_rows_at_a_time(monkeypatch):

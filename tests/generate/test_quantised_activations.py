@@ -68,10 +68,8 @@ QUANTISED = {
 )
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_activations_are_refused_or_fall_back(name):
-    model, call = (
-        QUANTISED[name](tiny_copy("llama")),
-        dict(ragged_prompts(2), max_new_tokens=4),
-    )
+    model = QUANTISED[name](tiny_copy("llama"))
+    call = dict(ragged_prompts(2), max_new_tokens=4)
     expected = model.generate(**call)
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         SLOSpecGenerator(model, config=CONFIG)

@@ -19,10 +19,8 @@ class Rollouts:
 
     def __init__(self, folder, callback, **settings):
         self.model = tiny_copy("llama")
-        self.args, self.state = (
-            TrainingArguments(output_dir=str(folder), use_cpu=True),
-            TrainerState(global_step=0),
-        )
+        self.args = TrainingArguments(output_dir=str(folder), use_cpu=True)
+        self.state = TrainerState(global_step=0)
         vars(self.args).update(settings)
         self.callback = callback
 

@@ -55,10 +55,8 @@ def test_stages_end_by_text_and_by_tokens(pair):
     changes = [new for old, new in itertools.pairwise(targets) if new != old]
     assert changes == [50.0, 60.0]
     assert targets.count(50.0) >= 4
-    assert (out.slo[0].tpot_slo_s, out.slo[0].attained) == (
-        60.0,
-        False,
-    )  # nothing writes a token per microsecond
+    # Nothing writes a token per microsecond.
+    assert (out.slo[0].tpot_slo_s, out.slo[0].attained) == (60.0, False)
     relaxed = [SLOStage(slo_tpot=50.0, until=" = name\n"), SLOStage(slo_tpot=50.0)]
     out = generator.generate(**inputs, **options, slo_tpot=relaxed)  # for all rows
     assert out.slo[0].attained is True

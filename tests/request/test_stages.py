@@ -45,9 +45,8 @@ def test_every_stage_has_to_be_attained(stage, times, attained):
 def test_every_token_of_a_step_counts_for_its_own_stage():
     request = request_of(Stage(2.0, 3), Stage(None, 2), Stage(1.0))
     commit(request, [1], 0.0)
-    commit(
-        request, [1, 1, 1], 4.0
-    )  # two of these make the stage's three, the third is the next stage's first
+    # Two of these make the stage's three, the third is the next stage's first.
+    commit(request, [1, 1, 1], 4.0)
     assert request.pace_s is None
     assert request.decoded(5.0) == (1.0, 1)
     commit(request, [1, 1], 99.0)  # no promise, nothing to be late with
@@ -91,10 +90,8 @@ def test_a_later_stage_may_have_a_ttft_slo(first_s, next_s, attained, num_first)
     assert request.paced(2.0) == (1.0, 0, 1)
     commit(request, [1] * num_first, first_s)
     assert (request.pace_s, request.stage_due_s) == (0.5, math.inf)
-    assert request.decoded(first_s + 1.0) == (
-        1.0,
-        num_first - 1,
-    )  # TPOT counts from the first token on
+    # TPOT counts from the first token on.
+    assert request.decoded(first_s + 1.0) == (1.0, num_first - 1)
     commit(request, [1], next_s + 0.5 * (num_first - 1))
     assert request.metrics().attained is attained
 
@@ -167,9 +164,8 @@ def test_an_e2e_slo_shares_the_time_that_is_left_among_the_tokens_that_are_left(
     commit(request, [1] * 4, 12.0)
     assert request.pace_s == pytest.approx(1.0)
     elapsed_s, emitted, num_left = request.paced(12.0)
-    assert 1.0 * (emitted + num_left) - elapsed_s == pytest.approx(
-        13.0 - 12.0
-    )  # the time to the deadline
+    # The time to the deadline.
+    assert 1.0 * (emitted + num_left) - elapsed_s == pytest.approx(13.0 - 12.0)
     assert request.metrics().attained is True and request.metrics().tpot_slo_s is None
     commit(request, [1] * 6, 13.1)
     metrics = request.metrics()

@@ -153,9 +153,7 @@ def test_walk_goes_down_one_path_and_stops_when_told(seed, size, stop_after):
 
     emitted, accepted = run_accept(tree, choose, stop_after)
     assert emitted == endless[:stop_after]
-    assert asked == [
-        ROOT,
-        *accepted,
-    ]  # the target is asked once per visited node, never about others
+    # The target is asked once per visited node, never about others.
+    assert asked == [ROOT, *accepted]
     assert [int(tree.parents[node]) for node in accepted] == asked[:-1]
     assert [int(tree.tokens[node]) for node in accepted] == emitted[:-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -86,19 +87,17 @@ def test_impossible_prefixes_are_left_out():
 @settings(deadline=None)
 def test_candidates_may_depend_on_the_path(seed, depth, max_nodes, is_tied):
     rng = np.random.default_rng(seed)
-    tables = {
-        pair: random_block(rng, 1, 3, is_tied)
-        for pair in itertools.product(range(-1, 13), range(13))
-    }
+
+    @functools.cache
+    def table(above, token):
+        return random_block(rng, 1, 3, is_tied)
 
     def following(level, above, token):
-        tokens, probs = tables[above, token]
+        tokens, probs = table(above, token)
         return tokens[0].tolist(), probs[0].tolist()
 
-    paths, layer = (
-        {},
-        {(-1, 7): 1.0},
-    )  # all of them, behind the root and what precedes it
+    paths = {}  # all of them, behind the root and what precedes it
+    layer = {(-1, 7): 1.0}
     for level in range(depth):
         layer = {
             (*path, token): path_prob * prob

@@ -22,9 +22,8 @@ from tests.support.toys.trees import (
 
 SIZES = st.integers(1, 25)
 PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0), (1.0,)])
-WEIGHTS = st.lists(
-    st.sampled_from([1.0, 1.0, 0.5, 3.3]), min_size=4, max_size=4
-)  # one per tree; some tie
+# One per tree; some tie.
+WEIGHTS = st.lists(st.sampled_from([1.0, 1.0, 0.5, 3.3]), min_size=4, max_size=4)
 
 
 def ancestors(tree, node):
@@ -97,10 +96,8 @@ def test_a_forest_holds_its_trees_one_after_the_other(seed, sizes):
     for index, (tree, start) in enumerate(zip(trees, forest.starts.tolist(), strict=True)):
         own = np.flatnonzero(forest.tree_of == index)
         assert own.tolist() == list(range(start, start + tree.num_nodes))
-        assert forest.parents[own].tolist() == [
-            start,
-            *(start + tree.parents[1:]),
-        ]  # a root is its own parent
+        # A root is its own parent.
+        assert forest.parents[own].tolist() == [start, *(start + tree.parents[1:])]
         assert forest.depths[own].tolist() == tree.depths.tolist()
         assert forest.path_probs[own].tolist() == tree.path_probs.tolist()
 
