@@ -1,6 +1,6 @@
 """Predicted and actual acceptance on the embedded pair, unchanged and with an over-confident draft.
 
-    python benchmarks/calibration.py --json benchmarks/results/calibration.json --plot docs/images/reliability.png
+    python -m benchmarks.calibration --json benchmarks/results/calibration.json --plot docs/images/reliability.png
 
 Held-out prompts, greedy, fp32, decoded by policy ``auto``. The figures compare the draft's
 conditional probabilities (before) and the policy's calibrated ones (after), over all children whose

@@ -1,8 +1,8 @@
 """Sampled text: coupled drafting against stock ``generate``, assisted generation and drafting
 without the noise.
 
-    python benchmarks/sampling.py speed --json benchmarks/results/sampling-speed-….json
-    python benchmarks/sampling.py acceptance --json benchmarks/results/sampling-acceptance.json \
+    python -m benchmarks.sampling speed --json benchmarks/results/sampling-speed-….json
+    python -m benchmarks.sampling acceptance --json benchmarks/results/sampling-acceptance.json \
         --plot docs/images/coupling.png
 
 ``speed`` interleaves all methods in one process, batch 1 and 8, in the dtype that the CPU is fast
