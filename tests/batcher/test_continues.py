@@ -85,7 +85,7 @@ def refused(served, error, match, prompt, handle):
         served.submit(prompt, continues=handle, max_new_tokens=2)
 
 
-def test_what_cannot_be_continued_is_refused_with_the_reason(served):
+def test_requests_that_cannot_be_continued_are_refused_with_the_reason(served):
     with Holds() as holds:
         running = served.submit(PROMPT, max_new_tokens=2, stopping_criteria=[holds])
         assert holds.is_reached.wait(WAIT_S)

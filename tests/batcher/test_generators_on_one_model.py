@@ -27,7 +27,7 @@ def turns(monkeypatch):
 
 
 @pytest.mark.parametrize("shares_draft", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_they_take_turns_whatever_their_load(pair, turns, shares_draft):
+def test_generators_on_one_model_take_turns_whatever_their_load(pair, turns, shares_draft):
     target, draft, tokenizer = pair
     light = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
     heavy = SLOSpecGenerator(

@@ -45,7 +45,7 @@ def check(pair, ids, found, num_top):
 
 
 @pytest.mark.parametrize("length", [1, 2, READ_CHUNK, READ_CHUNK + 1, 3 * READ_CHUNK + 7])
-def test_those_of_a_forward_whatever_is_kept(pair, generator, length):
+def test_prompt_logprobs_equal_those_of_a_forward_with_and_without_kept_kv(pair, generator, length):
     ids = ids_of(pair, length)
     for num_top in (0, 3):  # the second time, the K/V of the prompt is kept
         check(pair, ids, generator.prompt_logprobs(ids, num_top), num_top)
@@ -55,7 +55,7 @@ def test_those_of_a_forward_whatever_is_kept(pair, generator, length):
     assert len(handle.logprobs) == 8 or handle.finish_reason == "stop"
 
 
-def test_those_who_do_not_ask_get_none(pair, generator):
+def test_requests_that_do_not_ask_for_prompt_logprobs_have_none(pair, generator):
     handle = generator.submit(ids_of(pair, 20), max_new_tokens=2)
     handle.result(WAIT_S)
     assert handle.prompt_logprobs == []

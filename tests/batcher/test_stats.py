@@ -12,7 +12,7 @@ from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S
 
 
 @pytest.mark.parametrize("name", ["on_step", "on_end"])
-def test_all_is_counted_before_the_result_is_seen(name, pair, monkeypatch):
+def test_steps_and_ends_are_counted_before_results_are_visible(name, pair, monkeypatch):
     is_submitted = threading.Event()
     seen = []
     count = getattr(Telemetry, name)

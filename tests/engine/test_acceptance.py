@@ -152,7 +152,7 @@ def test_shifts_follow_surprises_and_stay_bounded():
 
 
 @pytest.mark.parametrize(("accepted", "sign"), [([1, 3], 1.0), ([], -1.0)])
-def test_texts_yet_unknown_follow_the_surprises_of_all(accepted, sign):
+def test_new_requests_start_from_the_overall_shift(accepted, sign):
     texts = [Text(0.0), Text(0.0)]
     acceptance = Acceptance()
     forest = one_child(0.5, 2)
@@ -164,7 +164,7 @@ def test_texts_yet_unknown_follow_the_surprises_of_all(accepted, sign):
     assert sign * (acceptance.predict([Text(0.0)], one_child(0.5)).path_probs[1] - 0.5) > 0.0
 
 
-def test_what_was_not_verified_teaches_nothing():
+def test_nodes_that_were_not_verified_change_no_prediction():
     text = Text(0.0)
     acceptance = Acceptance()
     forest = one_child(0.9)
@@ -176,7 +176,7 @@ def test_what_was_not_verified_teaches_nothing():
     assert acceptance.predict([text], forest).path_probs[1] == pytest.approx(0.9)
 
 
-def test_texts_that_are_gone_leave_nothing_behind():
+def test_finished_requests_leave_no_shift():
     acceptance = Acceptance()
     kept = Text(0.0)
     for seed in range(5):

@@ -113,7 +113,7 @@ def test_a_draft_that_is_always_wrong_costs_no_token():
     assert (metrics.tokens, metrics.steps, metrics.drafted, metrics.accepted) == (10, 9, 27, 0)
 
 
-def test_who_is_not_drafted_for_decodes_plainly():
+def test_requests_outside_plan_drafting_decode_plainly():
     requests = [Request(index, RequestParams([index, 1], 9)) for index in range(3)]
     expected = [decode_plainly(greedy(TARGET), request) for request in requests]
     toy = ToyTarget(greedy(TARGET))
@@ -139,7 +139,7 @@ def test_who_is_not_drafted_for_decodes_plainly():
     assert alone.stats.num_steps == 4
 
 
-def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later():
+def test_requests_outside_plan_decoding_keep_their_tokens_and_continue_later():
     class Alternating(WholeTrees):
         """Lets one request decode in each step."""
 

@@ -79,7 +79,7 @@ def noises(generator, seen):
     ],
     ids=["sampled", "n-grams", "greedy", "own processor", "own function"],
 )
-def test_which_requests_have_noise_that_is_known(options, knows):
+def test_requests_whose_noise_is_known_in_advance(options, knows):
     seen = []
     watching = noises(SLOSpecGenerator(tiny_model("llama"), tiny_model("llama")), seen)
     watching.generate(**ragged_prompts(1), **NEW | options)

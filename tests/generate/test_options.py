@@ -115,7 +115,7 @@ def test_no_time_left_ends_after_one_token():
     assert out.shape[1] == inputs["input_ids"].shape[1] + 1
 
 
-def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so():
+def test_batch_level_processors_disable_speculation_with_a_warning():
     ours = generator()
     inputs = ragged_prompts(3)
     with pytest.warns(FallbackWarning, match="Countdown may look at the whole batch"):
@@ -168,7 +168,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name):
+def test_refused_options_and_models(name):
     model_name, change, error, match = REFUSED[name]
     ours = SLOSpecGenerator(model_of(model_name), config=CHAIN)
     with pytest.raises(error, match=match):

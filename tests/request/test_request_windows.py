@@ -32,7 +32,7 @@ def test_windows_are_kept_if_the_worst_one_is(seed):
     assert metrics.windows_kept is (metrics.worst_tpot_s <= 0.5)
 
 
-def test_what_ends_before_ten_tokens_is_kept():
+def test_outputs_of_fewer_than_ten_tokens_keep_their_windows():
     request = request_of(Stage(1.0))
     assert request.metrics().windows_kept is None  # it has not begun
     commit(request, [0], 0.0)
