@@ -6,14 +6,13 @@ or ``hf_slospec.heads``: a module that calls :func:`register` when it is importe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from hf_slospec.assembly import load_plugins
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError
+from hf_slospec.extras import load_entry_points
 
 if TYPE_CHECKING:
     from hf_slospec.drafters.checkpoint import Checkpoint
@@ -69,16 +68,10 @@ def register(*entries: NamedDrafter | HeadFormat | AssistantKind) -> None:
             )
 
 
-@functools.cache
-def _load_all() -> None:
+def _entries(kind: type) -> list[Any]:
     load_plugins()
     for group in ENTRY_POINTS:
-        for entry in metadata.entry_points(group=group):
-            entry.load()
-
-
-def _entries(kind: type) -> list[Any]:
-    _load_all()
+        load_entry_points(group)
     return [entry for (own, _), entry in _ENTRIES.items() if own is kind]
 
 

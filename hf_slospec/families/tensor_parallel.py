@@ -22,7 +22,8 @@ from hf_slospec.errors import InvalidInputError, NotRunningError
 from hf_slospec.families.ranks import SplitRanks
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.model.target import PackedTarget
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.tree.tree import TokenTree
 

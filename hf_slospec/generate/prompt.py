@@ -36,7 +36,7 @@ from hf_slospec.scheduler.prefill import CHUNK
 
 
 @dataclass
-class PromptInputs:
+class CallInputs:
     """Inputs of the first forward of stock ``generate``: one column per token, the cached ones
     first.
     """
@@ -55,7 +55,7 @@ class PromptInputs:
         config: GenerationConfig,
         embedding: torch.nn.Module,
         has_own_positions: bool = False,
-    ) -> PromptInputs:
+    ) -> CallInputs:
         """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions
         are not checked.
 
@@ -77,9 +77,8 @@ class PromptInputs:
             tokens = input_ids if input_ids.shape[1] else nearest_tokens(embeds, embedding)
         elif num_cached:
             length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-            if (
-                length != input_ids.shape[1]
-            ):  # only new tokens were passed; earlier ones are in the cache alone
+            # Only new tokens were passed; earlier ones are in the cache alone.
+            if length != input_ids.shape[1]:
                 tokens = torch.cat(
                     (input_ids.new_zeros(len(input_ids), num_cached), input_ids), dim=1
                 )

@@ -66,12 +66,10 @@ class Speculator:
         config: SLOSpecConfig,
         make_policy: NewPolicy | None = None,
     ):
-        self.target, self.config, self.method, self.make_policy = (
-            target,
-            config,
-            method,
-            make_policy,
-        )
+        self.target = target
+        self.config = config
+        self.method = method
+        self.make_policy = make_policy
         method.check(target.model)
         if method.feature_layers:
             if target.ranks.number > 1:
@@ -88,9 +86,8 @@ class Speculator:
         self.draft = (
             None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
         )
-        self._level: tuple[PackedModel, ForwardCost] | None = (
-            None  # target, and cost without a draft model
-        )
+        # Target, and cost without a draft model.
+        self._level: tuple[PackedModel, ForwardCost] | None = None
         self._drafters = WeakSet[Drafter]()
         self._counting = Lock()
         self._costs: StepCosts | None = None
@@ -324,13 +321,10 @@ class Speculator:
         """
         target, *drafts = self.models
         layers = self.method.feature_layers if self.max_nodes else ()
-        return dict(
-            zip(
-                ("target", "draft"),
-                [target.status(layers), *(draft.status() for draft in drafts)],
-                strict=False,
-            )
-        )
+        found = {"target": target.status(layers)}
+        if drafts:
+            found["draft"] = drafts[0].status()
+        return found
 
     def memory(self, num_running: int) -> MemoryUse:
         """Return the bytes that speculation takes beside the weights, with ``num_running``

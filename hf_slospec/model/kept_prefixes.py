@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hf_slospec.model.batch import CachedSequence
-from hf_slospec.request.request import RequestParams
+from hf_slospec.request.params import RequestParams
 
 
 class RequestTokens(Hashable, Protocol):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import metadata
 from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.assembly import load_plugins
+from hf_slospec.extras import load_entry_points
 from hf_slospec.forks import Lock, reset_in_children
 
 if TYPE_CHECKING:
@@ -201,8 +201,8 @@ class Overrides:
     def of(cls, model: nn.Module, options: OverrideOptions, is_needed: bool = True) -> Overrides:
         """Return the overrides that plugins make for a model."""
         load_plugins()
-        for entry in metadata.entry_points(group=ENTRY_POINTS):
-            register_override(entry.load())
+        for factory in load_entry_points(ENTRY_POINTS):
+            register_override(factory)
         kinds = [factory(model, options) for factory in _factories]
         return cls(model, [kind for kind in kinds if kind is not None], is_needed)
 

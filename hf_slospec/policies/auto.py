@@ -51,7 +51,7 @@ class SpeculationHistory:
     """
 
     def __init__(self, config: PolicySettings):
-        self._acceptance = Acceptance(config.max_depth)
+        self._acceptance = Acceptance()
         self.depths = DepthControl(config.max_depth, config.max_width)
         self.variance = 1.0  # mean squared error of the predicted tokens per request and step
         self.max_tokens = (

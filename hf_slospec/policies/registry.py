@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -13,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.interfaces import Policy
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.extras import load_entry_points
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import FloatArray, TokenTree
 
@@ -66,14 +65,8 @@ def register(*policies: type[NamedPolicy]) -> None:
 
 def all_policies() -> dict[str, type[NamedPolicy]]:
     """Return all policies by name, those of other packages included."""
-    _load_entry_points()
+    load_entry_points(ENTRY_POINTS)
     return _POLICIES
-
-
-@functools.cache
-def _load_entry_points() -> None:
-    for entry in metadata.entry_points(group=ENTRY_POINTS):
-        entry.load()
 
 
 def policy_named(name: str) -> type[NamedPolicy]:

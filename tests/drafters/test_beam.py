@@ -15,7 +15,8 @@ from hf_slospec.drafters.level import extend_beam
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.lab.policies.optimal import optimal_nodes
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model

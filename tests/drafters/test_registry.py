@@ -10,6 +10,7 @@ import pytest
 
 from hf_slospec import InvalidInputError, SLOSpecGenerator, load_drafter
 from hf_slospec.drafters import registry
+from hf_slospec.extras import load_entry_points
 from tests.heads.checkpoints import mtp_tensors, target_of, write
 from tests.support.paths import ROOT
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS
@@ -24,7 +25,7 @@ def installed(monkeypatch):
     registry.named_drafters()  # of this distribution
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.syspath_prepend(DISTRIBUTION)
-    registry._load_all.cache_clear()
+    load_entry_points.cache_clear()
     monkeypatch.delitem(sys.modules, "other_drafters", raising=False)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,8 +15,7 @@ from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, random_head
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
-OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=24)
-Make = Callable[[Path], SLOSpecGenerator]
+OPTIONS = dict(do_sample=False, max_new_tokens=24)
 
 
 def with_head(kind):
@@ -29,7 +24,7 @@ def with_head(kind):
     )
 
 
-MAKES: dict[str, Make] = {
+MAKES = {
     "eagle3": with_head("eagle3"),
     "dflash": with_head("dflash"),
     "assistant": lambda folder: SLOSpecGenerator(
@@ -44,11 +39,11 @@ class Shortage:
     def __init__(self, generator, monkeypatch):
         # "draft" or "verify"
         self.target = generator.model
-        self.forwards = list[str]()
-        self.fails: Callable[[str, int], bool] = lambda kind, count: False
+        self.forwards = []
+        self.fails = lambda kind, count: False
         self.num_failed = 0
         self._run = PackedModel.outputs
-        self.drafter: Any = None
+        self.drafter = None
         new_drafter = Speculator.new_drafter
 
         def made(speculator, *arguments, **options):
@@ -134,7 +129,7 @@ def test_no_kv_can_be_reserved_for_the_drafter(make, tmp_path, monkeypatch):
     new_drafter = Speculator.new_drafter
 
     def made(speculator, *arguments, **options):
-        drafter: Any = new_drafter(speculator, *arguments, **options)
+        drafter = new_drafter(speculator, *arguments, **options)
         drafter.sequences.reserve = full
         return drafter
 
@@ -193,7 +188,7 @@ def test_features_that_find_no_memory_are_missing_and_nothing_else(tmp_path, mon
 
 def test_features_and_kv_are_counted(tmp_path, monkeypatch):
     generator = MAKES["eagle3"](tmp_path)
-    found = list[tuple[int, int, int]]()
+    found = []
     draft = FeatureDrafter.draft
 
     def counted(drafter, requests, plan):

@@ -11,7 +11,8 @@ import torch
 from hf_slospec.engine.acceptance import SHARPNESS
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.block_drafter import block_marginals, block_trees
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.model.test_coupling import VOCAB, KnownNoise, random_logits, requests_with
 from tests.support.toys.trees import path_to
 

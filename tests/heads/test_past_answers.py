@@ -20,7 +20,8 @@ from hf_slospec.drafters.lookup import PromptLookupDrafter
 from hf_slospec.drafters.past_answers import CONTEXT, END
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.suffix import AnswerTrees, SuffixDrafter
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import path_to
 

@@ -21,7 +21,8 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.shared_kv import Gemma4Method, SharedKVDrafter, cached_layers
 from hf_slospec.model.sequences import Sequences
 from hf_slospec.model.tree_mask import chain
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.breadth import quick_or
 from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn

@@ -17,7 +17,8 @@ from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.translated import TranslatedDrafter
 from hf_slospec.heads.translation import TokenTranslation
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.packed import packed_model
 from tests.support.served_pair import PROMPTS

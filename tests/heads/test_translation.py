@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from hf_slospec import IncompatibleDraftError, tiny_prompts
 from hf_slospec.heads.translation import DraftTokens, TokenTranslation
 from hf_slospec.model.kept_prefixes import num_common
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.toys.tiny_tokenizers import (
     FOREIGN,
     byte_level,

@@ -23,7 +23,8 @@ from hf_slospec.model.measure import Forwards, Size
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.sequences import Sequences
 from hf_slospec.model.tree_mask import chain
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.packed import cached
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, stored

@@ -12,7 +12,8 @@ from hf_slospec.model import sequences as rooms
 from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.kept_prefixes import KeptPrefix, KeptPrefixes, num_common
 from hf_slospec.model.sequences import Sequences
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.model.test_request_sequences import MAX_NODES, Packed
 from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS

@@ -13,7 +13,8 @@ from hf_slospec.model.batch import LayerShape, Stored
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.sequences import Sequences
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS
 

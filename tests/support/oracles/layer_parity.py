@@ -8,7 +8,8 @@ import torch
 from hf_slospec.model.attention.sdpa import masked_attention
 from hf_slospec.model.sequences import Sequences
 from hf_slospec.model.tree_mask import chain, chain_and_tree
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
 

@@ -7,7 +7,9 @@ import numpy as np
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.step import Engine
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from tests.support.toys.models import (
     VOCAB,
