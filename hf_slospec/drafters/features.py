@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.drafters.methods import PackedDrafter, Room, with_roots
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
-from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
@@ -122,7 +122,7 @@ class FeatureQueue:
         self._waiting.clear()
 
 
-class FeatureDrafter(Drafter):
+class FeatureDrafter(PackedDrafter):
     """Base of drafters whose network caches K/V of committed tokens, computed from features of the
     target.
 
@@ -131,44 +131,21 @@ class FeatureDrafter(Drafter):
     fewer of its proposals are accepted, and no output changes.
     """
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        max_nodes: int,
-        vocab_size: int,
-        max_slots: int | None = None,
-        max_kept: float | None = None,
-    ):
-        """Make a drafter that has no requests yet.
-
-        Args:
-            packed: the network.
-            max_nodes: maximum number of nodes of one request staged at a time.
-            vocab_size: the target's.
-            max_slots: see :class:`Sequences`, as for ``max_kept``.
-        """
-        self.packed = packed
+    def __init__(self, packed: PackedModel, room: Room):
         self.head: Any = packed.model  # a Head
-        self.vocab_size = vocab_size
-        self.sequences = Sequences(packed, max(max_nodes, self.head.min_nodes), max_slots, max_kept)
+        super().__init__(packed, room, self.head.min_nodes)
         self.features = FeatureQueue()
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        layers: tuple[int, ...] = self.head.feature_layers
-        return layers
+        return self.head.feature_layers
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
         vocabulary = self.head.vocabulary(self.vocab_size)
         if vocabulary is None:
             return logits[..., : self.vocab_size]
-        whole: torch.Tensor = vocabulary.spread(logits)
-        return whole
-
-    @property
-    def num_one_off_forwards(self) -> int:
-        return self.packed.num_one_off_forwards
+        return vocabulary.spread(logits)
 
     @property
     def num_feature_bytes(self) -> int:
@@ -192,9 +169,7 @@ class FeatureDrafter(Drafter):
         if ready:
             with as_memory_error(), evaluating(self.packed.model):
                 trees = dict(zip(ready, self._draft(ready, plan), strict=True))
-        return [
-            trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
-        ]
+        return with_roots(requests, trees)
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         """Return the candidate trees of requests whose features are complete."""
@@ -215,14 +190,9 @@ class FeatureDrafter(Drafter):
         return num_reused
 
     def release(self, request: Request) -> None:
-        self.sequences.release(request)
+        super().release(request)
         self.features.drop(request)
-
-    def relieve(self) -> bool:
-        had_some = not self.sequences.is_empty
-        self.close()
-        return had_some
 
     def close(self) -> None:
         self.features.clear()
-        self.sequences.close()
+        super().close()

@@ -102,6 +102,4 @@ class HeadMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        return self.head.drafter_class(
-            draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept
-        )
+        return self.head.drafter_class(draft, room)

@@ -27,8 +27,32 @@ class ForeseenNoise:
         """Read the noise of the tokens ``proposed[depth - 1]`` at every depth, with one copy from
         the device.
         """
-        self._is_known = request.noise is not None
-        self._noise = _noise_of(request, proposed)
+        self._noise: dict[tuple[int, int], float] | None = None  # by depth and token
+        if request.noise is None:
+            return
+        self._noise = {}
+        if not proposed:
+            return
+        noise = torch.stack(
+            [request.noise.after(depth) for depth in range(len(proposed))]
+        )  # [depth, vocab]
+        size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
+        known = [
+            (depth, token)
+            for depth, tokens in enumerate(proposed)
+            for token in sorted(tokens)
+            if token < size
+        ]
+        index = to_device(
+            torch.tensor(
+                [depth * size + token for depth, token in known], dtype=torch.int64, device="cpu"
+            ),
+            noise.device,
+        )
+        self._noise = {
+            (depth + 1, token): q
+            for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)
+        }
 
     def given(self, prob: float, depth: int, token: int) -> float:
         """Return the probability that the target takes a proposal, given its noise if that is
@@ -36,37 +60,9 @@ class ForeseenNoise:
 
         ``prob`` is the probability without the noise; ``depth`` is at least 1.
         """
-        if not self._is_known or prob <= 0.0:
+        if self._noise is None or prob <= 0.0:
             return prob
         return exp(-self._noise.get((depth, token), inf) * (1.0 - prob) / prob)
-
-
-def _noise_of(
-    request: Request, proposed: Sequence[Collection[int]]
-) -> dict[tuple[int, int], float]:
-    """Return the noise of proposed tokens by depth and token; empty if it is not known."""
-    if request.noise is None or not proposed:
-        return {}
-    noise = torch.stack(
-        [request.noise.after(depth) for depth in range(len(proposed))]
-    )  # [depth, vocab]
-    size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
-    known = [
-        (depth, token)
-        for depth, tokens in enumerate(proposed)
-        for token in sorted(tokens)
-        if token < size
-    ]
-    index = to_device(
-        torch.tensor(
-            [depth * size + token for depth, token in known], dtype=torch.int64, device="cpu"
-        ),
-        noise.device,
-    )
-    return {
-        (depth + 1, token): q
-        for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)
-    }
 
 
 # Longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
@@ -74,6 +70,7 @@ MAX_NGRAM = 3
 TRUST = 0.7  # conditional probability of a token on which all matches agree
 
 
+@dataclass(eq=False)
 class PromptLookupDrafter(Drafter):
     """Prompt lookup, with several matches as branches of a tree.
 
@@ -83,23 +80,10 @@ class PromptLookupDrafter(Drafter):
     of a sampled request is known, it is the probability given that noise.
     """
 
-    def __init__(
-        self,
-        max_ngram: int = MAX_NGRAM,
-        max_depth: int | None = None,
-        past: PastAnswers | None = None,
-    ):
-        """Make a drafter.
-
-        Args:
-            max_ngram: maximum number of last tokens that are looked up.
-            max_depth: maximum depth of trees; None: only the plan bounds it.
-            past: answers; those to the request's prompt are looked up, too, and the drafter's own
-                are added.
-        """
-        self.max_ngram = max_ngram
-        self.max_depth = max_depth
-        self.past = past
+    max_ngram: int = MAX_NGRAM  # maximum number of last tokens that are looked up
+    max_depth: int | None = None  # maximum depth of trees; None: only the plan bounds it
+    # Those to the request's prompt are looked up, too, and the drafter's own are added
+    past: PastAnswers | None = None
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request, plan) for request in requests]

@@ -8,10 +8,10 @@ import json
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -133,7 +133,7 @@ class PastAnswers:
         self._keys_to: defaultdict[AnswerGroup, dict[int, None]] = defaultdict(
             dict
         )  # keys of the answers to a prompt, in order
-        self._indices: dict[type[AnswerIndex], AnswerIndex] = {}
+        self._indices: dict[Any, Any] = {}  # indices by class
         self.running: WeakKeyDictionary[Request, _Running] = WeakKeyDictionary()
         self._keys = itertools.count()
         self.lock = Lock()
@@ -228,14 +228,12 @@ class PastAnswers:
             else:
                 self._drop(running.key)
 
-    def index(self, kind: type[Index]) -> Index:
+    def index(self, kind: Callable[[PastAnswers], Index]) -> Index:
         """Return the index of this class, which is made with the answers so far on first use."""
         with self.lock:
-            index = self._indices.get(kind)
-            if index is None:
-                index = self._indices[kind] = kind(self)  # type: ignore[call-arg]
-            made: Index = index  # type: ignore[assignment]
-            return made
+            if kind not in self._indices:
+                self._indices[kind] = kind(self)
+            return self._indices[kind]
 
     def before(self, request: Request) -> IntArray:
         """Return the other answers to a running request's prompt, the oldest first, each with

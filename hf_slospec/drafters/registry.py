@@ -77,14 +77,15 @@ def _load_all() -> None:
             entry.load()
 
 
-def _entries(kind: type) -> list[Any]:
+def entries(kind: type) -> list[Any]:
+    """Return all entries of a type, those of other distributions included."""
     _load_all()
     return [entry for (own, _), entry in _ENTRIES.items() if own is kind]
 
 
 def named_drafters() -> dict[str, NamedDrafter]:
     """Return all named drafters by name."""
-    return {drafter.name: drafter for drafter in _entries(NamedDrafter)}
+    return {drafter.name: drafter for drafter in entries(NamedDrafter)}
 
 
 def drafter_names() -> str:
@@ -94,7 +95,7 @@ def drafter_names() -> str:
 
 def head_formats() -> str:
     """Return the names of all formats that can be loaded, for error messages."""
-    return ", ".join(each.name for each in _entries(HeadFormat) if each.load is not None)
+    return ", ".join(each.name for each in entries(HeadFormat) if each.load is not None)
 
 
 def head_of(checkpoint: Checkpoint, target: Any) -> Head | None:
@@ -104,7 +105,7 @@ def head_of(checkpoint: Checkpoint, target: Any) -> Head | None:
         UnsupportedModelError: its format, or a setting of it, is not implemented.
         IncompatibleDraftError: the head was made for another target.
     """
-    for each in _entries(HeadFormat):
+    for each in entries(HeadFormat):
         if each.recognises(checkpoint):
             if each.load is None:
                 name = each.name.format(**checkpoint.config)
@@ -112,14 +113,8 @@ def head_of(checkpoint: Checkpoint, target: Any) -> Head | None:
                     f"{checkpoint.source} is {name}, which cannot be loaded{each.reason}; these "
                     f"heads can: {head_formats()}"
                 )
-            head: Head = each.load(checkpoint, target)
-            return head
+            return each.load(checkpoint, target)
     return None
-
-
-def assistant_kinds() -> list[AssistantKind]:
-    """Return all kinds of assistant models."""
-    return _entries(AssistantKind)
 
 
 def _lookup(target: Any, past: PastAnswers | None) -> DraftMethod:

@@ -198,8 +198,7 @@ def parents(mask: torch.Tensor) -> list[int]:
     num_nodes, num_staged = mask.shape
     indices = torch.arange(num_staged, device=mask.device)
     nodes = indices[num_staged - num_nodes :, None]
-    nearest: list[int] = torch.where(mask & (indices < nodes), indices, -1).amax(-1).tolist()
-    return nearest
+    return torch.where(mask & (indices < nodes), indices, -1).amax(-1).tolist()
 
 
 def selective_tree(

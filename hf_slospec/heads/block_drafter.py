@@ -36,12 +36,9 @@ class BlockDrafter(FeatureDrafter):
             block_tokens(self.head, self.sequences.of(request), request.tokens)
             for request in requests
         ]
-        outputs = self.sequences.forward(parts, self._rows(len(requests), plan.depth)).logits
+        rows = block_rows(self.head, len(requests), plan.depth)
+        outputs = self.sequences.forward(parts, rows).logits
         return self._trees(requests, outputs.view(len(requests), -1, outputs.shape[-1]), plan)
-
-    def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
-        """Return the rows of a packed batch of blocks whose outputs trees of this depth need."""
-        return block_rows(self.head, num_requests, depth)
 
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
@@ -66,9 +63,6 @@ class BlockDrafter(FeatureDrafter):
 
 class SequentialBlockDrafter(BlockDrafter):
     """Drafts trees of a :class:`SequentialHead` by beam search over one forward of a block."""
-
-    def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
-        return block_rows(self.head, num_requests, depth, self.head.first_read_slot)
 
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
@@ -141,27 +135,18 @@ def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence
     )
 
 
-def block_rows(
-    head: DFlashHead, num_requests: int, depth: int, first: int | None = None
-) -> torch.Tensor:
+def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
     """Return the rows of a packed batch of blocks that predict the first ``depth`` positions after
     the roots.
 
-    Args:
-        head: the network.
-        num_requests: number of blocks.
-        depth: positions to predict; a block predicts ``num_proposals`` at most.
-        first: first token of each block whose row to return; None: the first that predicts.
+    A block predicts ``num_proposals`` positions at most.
 
     Returns:
         [num_requests * num_rows] int64, block after block.
     """
     starts = head.block_size * torch.arange(num_requests, device="cpu")
-    slots = torch.arange(
-        head.first_slot if first is None else first,
-        head.first_slot + min(depth, head.num_proposals),
-        device="cpu",
-    )
+    end = head.first_slot + min(depth, head.num_proposals)
+    slots = torch.arange(head.first_read_slot, end, device="cpu")
     return (starts[:, None] + slots).flatten()
 
 

@@ -139,6 +139,13 @@ class DFlashHead(Head):
         return self.block_size
 
     @property
+    def first_read_slot(self) -> int:
+        """First token of a block whose outputs are read: the first that predicts, or the one before
+        it.
+        """
+        return self.first_slot
+
+    @property
     def num_proposals(self) -> int:
         """Number of positions that a block predicts."""
         return self.block_size - self.first_slot
@@ -192,13 +199,11 @@ class DFlashHead(Head):
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embeddings of block tokens."""
-        embeddings: nn.Module = self.embed_tokens
-        return embeddings
+        return self.embed_tokens
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the inputs of context tokens' K and V, [num_tokens, hidden]."""
-        combined: torch.Tensor = self.hidden_norm(self.fc(features))
-        return combined
+        return self.hidden_norm(self.fc(features))
 
     def cache_context(self, combined: torch.Tensor, position_ids: torch.Tensor, cache: Any) -> None:
         """Cache every layer's K and V of context tokens.
@@ -331,13 +336,6 @@ class SequentialHead(DFlashHead):
 
     drafter_class = SequentialBlockDrafter
     is_recurrent: bool = False  # nodes have states
-
-    @property
-    def first_read_slot(self) -> int:
-        """First token of a block whose outputs are read: the first that predicts, or the one before
-        it.
-        """
-        return self.first_slot
 
     @property
     def output_size(self) -> int:

@@ -34,10 +34,7 @@ class BlockConvolution(nn.Module):
         num_taps, hidden]
         """
         projected = self.kernel_projection(states).unflatten(-1, (*self.base_kernel.shape[:2], -1))
-        kernels: torch.Tensor = self.base_kernel + projected.repeat_interleave(
-            self.group_size, dim=-1
-        )
-        return kernels
+        return self.base_kernel + projected.repeat_interleave(self.group_size, dim=-1)
 
     @staticmethod
     def convolve(
@@ -109,8 +106,7 @@ class CandidateSelector(nn.Module):
             candidates: [num_rows, num_candidates] int64, ids of the head.
         """
         context = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]
-        scores: torch.Tensor = context @ self.successor_codebook[candidates].transpose(1, 2)
-        return scores
+        return context @ self.successor_codebook[candidates].transpose(1, 2)
 
 
 class DFlash2Head(SequentialHead):

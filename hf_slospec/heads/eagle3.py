@@ -88,8 +88,7 @@ class Eagle3Layer(nn.Module):
             torch.cat((self.input_layernorm(embeds), normed), dim=-1), **attention
         )
         hidden = residual + attended
-        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Head(DraftHead):
@@ -158,8 +157,7 @@ class Eagle3Head(DraftHead):
             features = torch.cat(
                 [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
             )
-        hidden: torch.Tensor = self.fc(features)
-        return hidden
+        return self.fc(features)
 
     @property
     def _kinds(self) -> list[str]:

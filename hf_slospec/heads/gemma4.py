@@ -65,8 +65,7 @@ class FullRotaryEmbedding(Gemma4TextRotaryEmbedding):
         self, x: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines, [batch, num_tokens, head_dim] each."""
-        embeddings: tuple[torch.Tensor, torch.Tensor] = super().forward(x, position_ids, FULL)
-        return embeddings
+        return super().forward(x, position_ids, FULL)
 
 
 def scaled_embeddings(config: PreTrainedConfig) -> nn.Module:
@@ -132,8 +131,7 @@ class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
         attended, _ = self.self_attn(both, shared_kv_states={}, **attention)
         hidden = hidden + self.post_attention_layernorm(attended)
         fed = self.mlp(self.pre_feedforward_layernorm(hidden))
-        output: torch.Tensor = (hidden + self.post_feedforward_layernorm(fed)) * self.layer_scalar
-        return output
+        return (hidden + self.post_feedforward_layernorm(fed)) * self.layer_scalar
 
 
 class Gemma4Eagle3Head(Eagle3Head):

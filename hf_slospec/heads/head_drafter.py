@@ -64,19 +64,16 @@ class HeadDrafter(FeatureDrafter):
         """Forward the last layer of the beam of some requests, or for roots the entries of all
         waiting features.
         """
-        grown: Beam | Scores
         requests = [requests[index] for index in indices]
         if level.is_root:
-            grown = self._process(requests, level)
-            return grown
+            return self._process(requests, level)
         sequences = [self.sequences.of(request) for request in requests]
         # A token's entry has the position of the token before, whose feature it takes.
         positions = [len(request.tokens) - 2 for request in requests]
         parts = draft_nodes(self.packed, sequences, positions, level.sizes)
-        grown = self.sequences.draft(
+        return self.sequences.draft(
             parts, torch.arange(len(requests) * level.beam, device="cpu"), level
         )
-        return grown
 
     def _process(
         self,

@@ -228,10 +228,6 @@ def _either(*recognise: Recognise) -> Recognise:
     return lambda checkpoint: any(each(checkpoint) for each in recognise)
 
 
-def _unless_speculators(recognise: Recognise) -> Recognise:
-    return lambda c: "speculators_model_type" not in c.config and recognise(c)
-
-
 load_eagle3 = partial(_load, EAGLE3_NAMES, eagle3_layout)
 load_block = partial(_load, BLOCK_NAMES, block_layout)
 FORMATS = (
@@ -257,28 +253,8 @@ FORMATS = (
     ),
     HeadFormat("EAGLE-3 and P-EAGLE of speculators", _speculators("eagle3", "peagle"), load_eagle3),
     HeadFormat(
-        "EAGLE-3 and P-EAGLE",
-        _unless_speculators(
-            _either(
-                _named("eagle3"), _has(r"^(model\.)?(midlayer\.hidden_norm\.weight|mask_hidden)$")
-            )
-        ),
-        load_eagle3,
-    ),
-    HeadFormat(
         "DFlash, DFlash2 and DSpark of speculators",
         _speculators("dflash", "dflash2", "dspark"),
-        load_block,
-    ),
-    HeadFormat(
-        "DFlash, DFlash2, DSpark and Domino",
-        _unless_speculators(
-            _either(
-                _named("dflash", "dspark", "domino"),
-                lambda checkpoint: "dflash_config" in checkpoint.config,
-                _has(r"markov_w1\.|candidate_selector\."),
-            )
-        ),
         load_block,
     ),
     HeadFormat(
@@ -289,6 +265,20 @@ FORMATS = (
     HeadFormat(
         "a head of type {speculators_model_type!r} of speculators",
         lambda checkpoint: checkpoint.config.get("speculators_model_type") is not None,
+    ),
+    HeadFormat(
+        "EAGLE-3 and P-EAGLE",
+        _either(_named("eagle3"), _has(r"^(model\.)?(midlayer\.hidden_norm\.weight|mask_hidden)$")),
+        load_eagle3,
+    ),
+    HeadFormat(
+        "DFlash, DFlash2, DSpark and Domino",
+        _either(
+            _named("dflash", "dspark", "domino"),
+            lambda checkpoint: "dflash_config" in checkpoint.config,
+            _has(r"markov_w1\.|candidate_selector\."),
+        ),
+        load_block,
     ),
     HeadFormat(
         "an EAGLE-1, EAGLE-2 or HASS head",

@@ -79,8 +79,7 @@ class DraftHead(Head):
         """Return the logits of the head's vocabulary.  [num_rows, hidden] -> [num_rows,
         draft_vocab]
         """
-        logits: torch.Tensor = self.lm_head(states)
-        return logits
+        return self.lm_head(states)
 
     def forward(
         self,
@@ -247,8 +246,7 @@ class ShippedMtpHead(_TargetLayerHead):
         return rotary_emb(embeds, position_ids=position_ids, **by_type)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.mtp._project_to_logits(states)
-        return logits
+        return self.mtp._project_to_logits(states)
 
 
 def _config_of_layer(target: PreTrainedModel) -> Any:

@@ -12,7 +12,7 @@ import torch
 from hf_slospec.drafters.assistant import check_device, check_vocabulary
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores
-from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.methods import DraftMethod, Room, with_roots
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import IncompatibleDraftError
@@ -196,9 +196,7 @@ class SharedKVDrafter(Drafter):
         if ready:
             with as_memory_error(), evaluating(self.assistant):
                 trees = dict(zip(ready, self._draft(ready, plan), strict=True))
-        return [
-            trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
-        ]
+        return with_roots(requests, trees)
 
     def _is_ready(self, request: Request) -> bool:
         """Return whether all tokens but the root have K/V, and the last of them has its feature."""

@@ -47,8 +47,7 @@ def new_cache(max_outputs: int) -> SuffixDecodingCache:
     """
     need("suffix", "the drafter suffix")
     module = import_module("arctic_inference.suffix_decoding")
-    cache: SuffixDecodingCache = module.SuffixDecodingCache(TREE_DEPTH, max_outputs)
-    return cache
+    return module.SuffixDecodingCache(TREE_DEPTH, max_outputs)
 
 
 def speculated(

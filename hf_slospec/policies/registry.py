@@ -143,5 +143,6 @@ def roofline_tokens(costs: StepCosts) -> int:
 
 def _times_s(costs: StepCosts) -> FloatArray:
     """Return the seconds of verify steps of 1, 2, ... tokens.  -> [MAX_BUDGET] f64"""
-    times_s: FloatArray = np.maximum.accumulate(costs.verify_s(np.arange(1, MAX_BUDGET + 1)))
-    return times_s  # corrections by size may break monotonicity, hence the maximum
+    return np.maximum.accumulate(
+        costs.verify_s(np.arange(1, MAX_BUDGET + 1))
+    )  # corrections by size may break monotonicity, hence the maximum

@@ -315,5 +315,4 @@ def _undominated(counts: IntArray, left: FloatArray) -> IntArray:
     # from group to group.
     budgets = np.unique(left[order, 1], return_inverse=True)[1].reshape(-1) + group * len(order)
     highest_before = np.maximum.accumulate(np.concatenate(([-1], budgets)))[:-1]
-    kept: IntArray = np.sort(order[budgets > highest_before])
-    return kept
+    return np.sort(order[budgets > highest_before])

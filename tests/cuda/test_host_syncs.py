@@ -10,6 +10,7 @@ import torch
 
 from hf_slospec.drafters import beam
 from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model import transfer
 from hf_slospec.model.eager import EagerPath
@@ -52,7 +53,7 @@ class NoRead(torch.overrides.TorchFunctionMode):
 @pytest.mark.parametrize("patience", [0, 999])
 def test_drafting_and_verifying_wait_for_nothing(family, patience, tapes, monkeypatch):
     bench = Bench(tiny_model(family))
-    drafter = AssistantDrafter(bench.packed, 20, 101)
+    drafter = AssistantDrafter(bench.packed, Room(20, 101))
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9, min_confidence=1e-9)
     expected = drafter.draft(bench.requests, plan)
     bench.verify()
@@ -113,7 +114,7 @@ def test_an_answer_one_question_late(monkeypatch):
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
     def drafted():
-        drafter = AssistantDrafter(PackedModel(tiny_model("llama")), 8, 101)
+        drafter = AssistantDrafter(PackedModel(tiny_model("llama")), Room(8, 101))
         return drafter.draft(requests, Plan(8, 1, min_path_prob=0.0, min_gain=0.3))
 
     at_once = drafted()
