@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_slospec.drafters.features import FeatureDrafter
@@ -31,6 +32,7 @@ class Head(PreTrainedModel):
     feature_layers: tuple[int, ...]
     target_hidden_size: int  # of one hidden state of the target
     draft_vocab_size: int
+    embed_tokens: nn.Module
     # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
     target_ids: torch.Tensor | None
 
@@ -42,6 +44,13 @@ class Head(PreTrainedModel):
     def min_nodes(self) -> int:
         """Nodes of one request that a forward stages, however small the trees."""
         return 0
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the target's embeddings, or the head's own."""
+        return self.embed_tokens
+
+    def _own_embeddings(self) -> nn.Module:
+        return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
         """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""

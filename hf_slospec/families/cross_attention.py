@@ -143,9 +143,7 @@ class EncodedCache(_TwoCaches):
     """
 
     def __init__(self) -> None:
-        self.encoded: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # K and V, [batch, num_heads, length, dim]
+        self.encoded: Encoded = {}  # K and V by layer, [batch, num_heads, length, dim]
         self.allowed: torch.Tensor | None = None  # [batch, length] bool; None: all
         self.self_attention_cache: Any = SimpleNamespace(
             update=lambda key, value, *_, **__: (key, value),
@@ -205,7 +203,7 @@ def decoder_arguments(
 @torch.no_grad()
 def encode(
     model: Any, outputs: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[list[Encoded], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[list[Encoded], Encoded]:
     """Return K and V of an encoder's outputs, as the model's own layers compute them in a forward
     of one token.
 

@@ -74,7 +74,7 @@ class EncoderInputs:
                 "attention_mask leaves out all of a row; give its encoder at least one input"
             )
         self._rows: dict[int, list[Encoded]] = {}  # by id of a model, which the call refers to
-        self._of_target: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of all rows
+        self._of_target: Encoded = {}  # of all rows
 
     def of_row(self, row: int) -> Callable[[Any], Encoded | None]:
         """Return the function that returns what a model's decoder attends to for one row."""
@@ -147,11 +147,8 @@ class EncoderDecoders(ModelFamily):
         spans = arguments[-1]
         return own if spans[0].sequence.encoded is None else DecoderForward(own, spans)
 
-    def encode(self, *arguments: Any) -> tuple[list[Encoded], Encoded]:
-        return encode(*arguments)
-
-    def decoder_arguments(self, *arguments: Any) -> dict[str, Any]:
-        return decoder_arguments(*arguments)
+    encode = staticmethod(encode)
+    decoder_arguments = staticmethod(decoder_arguments)
 
     def prepared(
         self, model: Any, inputs: Any, model_kwargs: dict[str, Any]

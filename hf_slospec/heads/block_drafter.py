@@ -72,7 +72,7 @@ class SequentialBlockDrafter(BlockDrafter):
             roots = torch.tensor(
                 [[request.tokens[-1]] for request in requests], device=outputs.device
             )
-            _, states, _ = self.head.after(roots, outputs[:, 0], states, 0)
+            states = self.head.after(roots, outputs[:, 0], states, 0).states
             outputs = outputs[:, self.head.first_slot :]
         plan = replace(plan, depth=min(plan.depth, outputs.shape[1]))
         run = partial(self._grown, outputs)
@@ -81,9 +81,7 @@ class SequentialBlockDrafter(BlockDrafter):
     def _grown(self, outputs: torch.Tensor, _: IntArray, level: Level) -> Beam | Scores:
         """Return the beam of all requests with its next layer, or scores; see ``Level.grown``."""
         depth = len(level.sizes) - 1
-        scores = Scores(
-            *self.head.after(level.tokens, outputs[:, depth], level.inherited_states, depth)
-        )
+        scores = self.head.after(level.tokens, outputs[:, depth], level.inherited_states, depth)
         if level.is_coupled:
             return scores._replace(logits=self.spread(scores.logits))
         vocabulary = self.head.vocabulary(self.vocab_size)

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from hf_slospec.drafters.level import Scores
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.dflash import KNOWN, SequentialHead
 
@@ -152,9 +153,9 @@ class DFlash2Head(SequentialHead):
 
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> Scores:
         logits, hidden = outputs.tensor_split((self.draft_vocab_size,), dim=-1)
         best = logits.topk(self.num_candidates, dim=-1)
         scores = best.values[:, None] + self.candidate_selector(tokens, hidden, best.indices)
         whole = scores.new_full((*tokens.shape, self.draft_vocab_size), -torch.inf)
-        return whole.scatter_(-1, best.indices[:, None].expand_as(scores), scores), None, None
+        return Scores(whole.scatter_(-1, best.indices[:, None].expand_as(scores), scores))

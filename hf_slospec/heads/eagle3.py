@@ -142,9 +142,6 @@ class Eagle3Head(DraftHead):
         )
         self.rotary_emb = self.rotary_class(config)
 
-    def _own_embeddings(self) -> nn.Module:
-        return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
-
     def _first_layer(self) -> nn.Module:
         config: Any = self.config
         return Eagle3Layer(config, self.settings.norm_before_residual)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig, PreTrainedConfig
+from transformers import Gemma4TextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4RMSNorm,
@@ -16,6 +16,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4TextScaledWordEmbedding,
 )
 
+from hf_slospec.drafters.head import Head
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.checkpoint import read_config
 from hf_slospec.heads.dflash import DFlashHead
@@ -68,14 +69,20 @@ class FullRotaryEmbedding(Gemma4TextRotaryEmbedding):
         return super().forward(x, position_ids, FULL)
 
 
-def scaled_embeddings(config: PreTrainedConfig) -> nn.Module:
-    """Return a head's own embeddings, which multiply by the root of the hidden size."""
-    size = config.hidden_size
-    padding: Any = None  # forwards do not read it
-    return Gemma4TextScaledWordEmbedding(config.vocab_size, size, padding, size**0.5)
+class Gemma4Head(Head):
+    """Base of heads with layers of Gemma 4."""
+
+    norm_class = Gemma4RMSNorm
+    rotary_class = FullRotaryEmbedding
+
+    def _own_embeddings(self) -> nn.Module:
+        """Return embeddings that multiply by the root of the hidden size."""
+        size = self.config.hidden_size
+        padding: Any = None  # forwards do not read it
+        return Gemma4TextScaledWordEmbedding(self.config.vocab_size, size, padding, size**0.5)
 
 
-class Gemma4DFlashHead(DFlashHead):
+class Gemma4DFlashHead(Gemma4Head, DFlashHead):
     """DFlash network of DeepSpec, which is DSpark without a Markov head.
 
     Values of its layers may be their keys before norm and rotation.
@@ -83,12 +90,7 @@ class Gemma4DFlashHead(DFlashHead):
 
     config_class = Gemma4TextConfig
     layer_class = Gemma4TextDecoderLayer
-    norm_class = Gemma4RMSNorm
-    rotary_class = FullRotaryEmbedding
     default_embedding_scale = None
-
-    def _own_embeddings(self) -> nn.Module:
-        return scaled_embeddings(self.config)
 
     def keys_and_values(
         self, attention: Any, combined: torch.Tensor
@@ -134,14 +136,8 @@ class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
         return (hidden + self.post_feedforward_layernorm(fed)) * self.layer_scalar
 
 
-class Gemma4Eagle3Head(Eagle3Head):
+class Gemma4Eagle3Head(Gemma4Head, Eagle3Head):
     """EAGLE-3 network of DeepSpec."""
-
-    norm_class = Gemma4RMSNorm
-    rotary_class = FullRotaryEmbedding
-
-    def _own_embeddings(self) -> nn.Module:
-        return scaled_embeddings(self.config)
 
     def _first_layer(self) -> nn.Module:
         return Gemma4Eagle3Layer(self.config)

@@ -18,9 +18,7 @@ from hf_slospec.drafters.head import Head
 from hf_slospec.drafters.registry import HeadFormat, head_formats, head_of
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
 from hf_slospec.heads.checkpoint import (
-    check_layers,
     check_verifier,
-    check_vocabulary,
     filled,
     hidden_size_of,
     num_layers_of,
@@ -29,7 +27,7 @@ from hf_slospec.heads.checkpoint import (
 )
 from hf_slospec.heads.layouts import Layout, block_layout, eagle3_layout
 from hf_slospec.heads.mtp import DraftHead, MtpHead, ShippedMtpHead
-from hf_slospec.model.properties import input_device
+from hf_slospec.model.properties import input_device, vocab_size
 
 Recognise = Callable[[Checkpoint], bool]
 Renames = Mapping[str, str]  # replacements by pattern, applied in order
@@ -121,12 +119,19 @@ def _load(
     plain = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read().items()}
     tensors = renamed({n: each for n, each in plain.items() if n not in IGNORED}, renames)
     config, build, draft_vocab = layout_of(checkpoint, target, tensors)
-    check_vocabulary(source, config.vocab_size, target)
+    if config.vocab_size != vocab_size(target):
+        raise IncompatibleDraftError(
+            f"{source} is for a vocabulary of {config.vocab_size} tokens; the target's has {vocab_size(target)}"
+        )
     target_ids = target_ids_of(source, tensors, draft_vocab, config.vocab_size)
     is_reduced = target_ids is not None
     shared = shared_modules(source, config.hidden_size, tensors, is_reduced, target)
     head: Head = filled(checkpoint, target, lambda: build(*shared), tensors, UnsupportedModelError)
-    check_layers(source, head.feature_layers, num_layers_of(target))
+    num_layers = num_layers_of(target)
+    if not all(0 <= layer <= num_layers for layer in head.feature_layers):
+        raise IncompatibleDraftError(
+            f"{source} reads the hidden states {head.feature_layers} of a target that has 0 to {num_layers}"
+        )
     if target_ids is not None:
         head.set_vocabulary(target_ids.to(input_device(target)))
     return head

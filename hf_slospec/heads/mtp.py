@@ -27,11 +27,6 @@ class DraftHead(Head):
     replaces the feature."""
 
     drafter_class = HeadDrafter
-    embed_tokens: nn.Module  # the target's or the head's own
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embeddings of the target's tokens."""
-        return self.embed_tokens
 
     @property
     def hidden_size(self) -> int:

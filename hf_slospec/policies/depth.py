@@ -203,7 +203,12 @@ class DepthControl:
         is_tried = bool(np.isfinite(self.steps_since[1 : max_depth + 1, :max_width]).all())
         is_known = is_warm and (is_tried or not self.is_on)
         if is_known:
-            self._switch(best, plain)
+            was_on = self.is_on
+            self.is_on = best > plain * (1.0 if was_on else self.MARGIN)
+            if was_on and not self.is_on:
+                self._steps_since_look = 0
+                self._look_s = 0.0
+                self._early_gap = self.MIN_GAP
         self.goodput = max(best, plain) if not is_known else best if self.is_on else plain
         if not self.is_on:
             return _Choice(conditions, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
@@ -226,14 +231,6 @@ class DepthControl:
         self._look_s = 0.0
         self._early_gap *= 2
         return True
-
-    def _switch(self, best: float, plain: float) -> None:
-        was_on = self.is_on
-        self.is_on = best > plain * (1.0 if self.is_on else self.MARGIN)
-        if was_on and not self.is_on:
-            self._steps_since_look = 0
-            self._look_s = 0.0
-            self._early_gap = self.MIN_GAP
 
     def continuation(self, width: int) -> float:
         """Return how often a path continues in the next level of a beam, by the averages of the

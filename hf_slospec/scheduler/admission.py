@@ -117,10 +117,11 @@ PrefillRate = Callable[
 FAR_S = 1e9  # bound of deadlines, so that no product with infinity arises
 
 
+@functools.lru_cache(maxsize=4096)
 def prefill_rate(
     step_s: StepTime,
-    tpot_slos_s: Sequence[float],
-    counts: Sequence[int],
+    tpot_slos_s: tuple[float, ...],
+    counts: Counts,
     acceptance: float,
     max_len: int,
     max_tokens: int,

@@ -16,7 +16,6 @@ from hf_slospec.scheduler.guarantees import (
     MAX_CANDIDATES,
     guaranteeable,
     lost_s,
-    planned_tpot_slo_s,
     possible_slos,
     prefill_deadline_s,
     tightest_tpot_slo_s,
@@ -74,7 +73,7 @@ class ContinuousScheduler(Slots):
         )
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         # Requests that are best effort until their SLOs can be guaranteed.
-        self._undecided = Undecided(planned_tpot_slo_s, prefill_deadline_s)
+        self._undecided = Undecided()
         self._guaranteed_waiting: dict[Request, None] = {}
         self._waiting_since: dict[Request, float] = {}
         self._protected: set[Request] = set()  # requests that are not preempted for others

@@ -110,18 +110,6 @@ def test_no_request_is_given_up_before_anything_is_known(caplog):
     assert not caplog.records
 
 
-def test_auto_stops_drafting_what_is_never_taken():
-    target = markov_model(np.random.default_rng(2), VOCAB)
-    drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
-    requests = [Request(index, RequestParams([index, 1], 400)) for index in range(2)]
-    events = run(
-        engine_of(requests, ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig()), Clock())
-    )
-    num_looks = sum(event.depth > 0 for event in events[100:])
-    assert num_looks * DepthControl.MIN_GAP <= len(events[100:])
-    assert len(events) == 400
-
-
 @pytest.mark.parametrize("has_model", [False, True], ids=["alone", "before a model"])
 @pytest.mark.parametrize(("draft_s", "pays"), [(0.1, True), (20.0, False)])
 def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(draft_s, pays, has_model):

@@ -281,6 +281,7 @@ def test_shrinking_ends_at_one_request():
         shrinks += 1
         assert shrinks < 20
     assert served.scheduler.relieve(served.clock.now_s) == []  # the last one is not sent away
+    assert served.scheduler.batches._share >= 1 / 8  # soon forgotten once memory suffices
 
 
 @pytest.mark.parametrize("prompt", [2, MIN_CHUNK, 100])
@@ -296,14 +297,6 @@ def test_cancelled_requests_leave_nothing_behind(prompt):
     assert not served.toy.cached
     assert requests[0].finish_reason == "length"
     assert {request.finish_reason for request in requests[1:]} == {"cancelled"}
-
-
-def test_shortage_of_memory_that_ends_is_soon_forgotten():
-    served = Served(Limits(8, 10**6, 4, 4, 1e9))
-    served.add(0, new=30)
-    for _ in range(40):
-        served.scheduler.shrink()
-    assert served.scheduler.batches._share >= 1 / 8
 
 
 def test_requests_leave_room_for_as_many_nodes_as_steps_verify():
