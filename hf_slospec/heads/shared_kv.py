@@ -191,17 +191,19 @@ class SharedKVDrafter(Drafter):
         )  # a view would keep all features alive
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        ready = [request for request in requests if self._is_ready(request)]
+        # All tokens but the root have K/V, and the last of them has its feature.
+        ready = [
+            request
+            for request in requests
+            if self._last.get(request, (0, None))[0]
+            == self._sequences.num_cached(request)
+            == len(request.tokens) - 1
+        ]
         trees = dict[Request, TokenTree]()
         if ready:
             with as_memory_error(), evaluating(self.assistant):
                 trees = dict(zip(ready, self._draft(ready, plan), strict=True))
         return with_roots(requests, trees)
-
-    def _is_ready(self, request: Request) -> bool:
-        """Return whether all tokens but the root have K/V, and the last of them has its feature."""
-        num_tokens, _ = self._last.get(request, (0, None))
-        return num_tokens == self._sequences.num_cached(request) == len(request.tokens) - 1
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         states = torch.stack([self._last[request][1] for request in requests])

@@ -133,26 +133,21 @@ class CallBatches:
         self, running: Sequence[Request], rank: object, has_waiting: bool, now_s: float
     ) -> Schedule:
         """Return chunks of all unfinished prompts, or all requests once there are none."""
-        chunks = [
-            Chunk.of(request, self._limit(request))
-            for request in running
-            if not (request.is_decoding or self._waits(request))
-        ]
+        chunks = list[Chunk]()
+        for request in running:
+            first = self._first_of.get(request)
+            # K/V is being computed that the request can use.
+            waits = first is not None and not first.is_finished and first.num_uncached > 1
+            if not (request.is_decoding or waits):
+                is_shared = request in self._firsts
+                limit = min(CHUNK, max(request.num_uncached - 1, 1)) if is_shared else CHUNK
+                chunks.append(Chunk.of(request, limit))
         if chunks:
             return Schedule([], chunks)
         if not self._has_begun:
             guarantee_windows(running, self._costs, self._windows)
             self._has_begun = True
         return Schedule(running)
-
-    def _waits(self, request: Request) -> bool:
-        """Return whether K/V is being computed that the request can use."""
-        first = self._first_of.get(request)
-        return first is not None and not first.is_finished and first.num_uncached > 1
-
-    def _limit(self, request: Request) -> int:
-        """Return the maximum prefill tokens of a request in this step."""
-        return min(CHUNK, max(request.num_uncached - 1, 1)) if request in self._firsts else CHUNK
 
     def forget(self, request: Request) -> None:
         """Keep everything: no request comes again."""

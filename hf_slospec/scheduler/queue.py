@@ -76,11 +76,6 @@ class _Size(NamedTuple):
     max_len: int
     guaranteed_slo_s: float | None  # tightest TPOT SLO of a guaranteed request, else None
 
-    @classmethod
-    def of(cls, request: Request) -> _Size:
-        slo_s = tightest_tpot_slo_s(request) if request.is_guaranteed else None
-        return cls(len(request.tokens), request.params.max_len, slo_s)
-
 
 class WaitingQueue:
     """Waiting requests by their rank, which changes at known times. Iteration is in order of
@@ -114,8 +109,9 @@ class WaitingQueue:
         """Add a request, or update its rank after a change to it."""
         if request in self._sizes:
             self._count(self._sizes[request], -1)
-        self._sizes[request] = _Size.of(request)
-        self._count(self._sizes[request], 1)
+        slo_s = tightest_tpot_slo_s(request) if request.is_guaranteed else None
+        size = self._sizes[request] = _Size(len(request.tokens), request.params.max_len, slo_s)
+        self._count(size, 1)
         self._changes.put(request, (-math.inf,))
 
     def remove(self, request: Request) -> None:

@@ -129,8 +129,11 @@ class WindowGuarantees:
         if since_s <= self.refused_s:
             keys = _keys(request, tpot_slo_s)
             for key in keys:
+                # Shares rise no further than they apply, so that later broken guarantees lower them
+                # at once.
+                most = 0.0 if key == FIRST else max(math.log(MAX_SHARE / self._planned), 0.0)
                 raised = self._corrections[key] + LEARNED * (1.0 - self.probability) / len(keys)
-                self._corrections[key] = min(raised, self._max_correction(key))
+                self._corrections[key] = min(raised, most)
         if num_steps := request.stats.num_steps:
             numbers = np.arange(len(self.recent.committed))
             probs = self.recent.committed
@@ -140,12 +143,6 @@ class WindowGuarantees:
             self._spread_variance += SPREAD_WEIGHT * (
                 math.log(own / mean) ** 2 - by_chance - self._spread_variance
             )
-
-    def _max_correction(self, key: float) -> float:
-        """Return the correction above which shares do not rise, so that later broken guarantees
-        lower them at once.
-        """
-        return 0.0 if key == FIRST else max(math.log(MAX_SHARE / self._planned), 0.0)
 
 
 def _keys(request: Request, tpot_slo_s: float) -> list[float]:

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from hf_slospec.cuda import flash_kernels as kernel_choice
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.heads.block_drafter import block_rows, block_tokens, context_tokens
+from hf_slospec.heads.block_drafter import block_tokens, context_tokens
 from hf_slospec.heads.dflash import DFlashHead
 from hf_slospec.model.packed_model import PackedModel
 from tests.heads import references
@@ -176,18 +176,6 @@ def test_context_costs_neither_queries_nor_mlps():
             NOTHING,
         )
         assert called - {""} == {"k_proj", "k_norm", "v_proj", "rotary_emb"}
-
-
-def test_only_the_rows_that_are_asked_for_have_logits():
-    head = random_head(config_of())
-    assert block_rows(head, 3, 2).tolist() == [1, 2, 6, 7, 11, 12]
-    assert block_rows(head, 2, 99).tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
-    packed = PackedModel(head)
-    with texts_of(packed, 2) as texts:
-        texts.cache([3, 5])
-        parts = [block_tokens(head, own, [7] * (own.length + 1)) for own in texts.sequences]
-        some = packed.forward(packed.kv_cache.pool, parts, block_rows(head, 2, 3))
-        torch.testing.assert_close(some.view(2, 3, VOCAB), texts.blocks([7, 7])[:, 1:4])
 
 
 @pytest.mark.parametrize(

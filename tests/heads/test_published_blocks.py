@@ -12,7 +12,6 @@ import torch
 
 from hf_slospec import SLOSpecGenerator, UnsupportedModelError, load_drafter
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.heads.dspark import DSparkHead
 from hf_slospec.heads.loading import load_head
 from tests.drafters.test_features import texts_of
 from tests.heads.checkpoints import HIDDEN, target_of, write
@@ -53,21 +52,6 @@ def test_trees_are_those_of_the_reference(name, tmp_path, monkeypatch):
     with checks.on(monkeypatch):
         assert_same_as_stock(target, ours.generate, inputs, **GREEDY)
     assert checks.num_checked > 5 and not checks.num_unready
-
-
-@torch.no_grad()
-def test_siblings_have_children_of_their_own(tmp_path):
-    case = CASES["deepspec"]
-    head: Any = load_head(folder_of(case, tmp_path), target_of("llama"))
-    assert isinstance(head, DSparkHead)
-    outputs = torch.randn(1, head.output_size)
-    logits, _, log_acceptance = head.after(torch.tensor([[3, 4]]), outputs, None, 0)
-    assert (
-        log_acceptance is not None
-        and log_acceptance.shape == (1, 2)
-        and bool((log_acceptance < 0).all())
-    )
-    assert float((logits[:, 0] - logits[:, 1]).abs().max()) > 0.1
 
 
 def test_embeddings_of_gemma_keep_their_factor_in_jetspec_only(tmp_path):

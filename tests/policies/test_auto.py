@@ -91,7 +91,7 @@ def sizes(targets, experience, draft, max_new_tokens=40):
     return [[part.nodes for part in event.requests] for event in run(engine)]
 
 
-def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog):
+def test_unattainable_slos_are_logged_once_and_weigh_like_none(caplog):
     model = markov_model(np.random.default_rng(6), VOCAB)
     experience = SpeculationHistory(SLOSpecConfig(max_depth=4))
     sizes([None, None], experience, model)
@@ -104,7 +104,7 @@ def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog):
     ]
 
 
-def test_no_request_is_given_up_before_anything_is_known(caplog):
+def test_no_slo_counts_as_unattainable_before_drafts_were_observed(caplog):
     model = markov_model(np.random.default_rng(6), VOCAB)
     sizes([1e-9, None], SpeculationHistory(SLOSpecConfig(max_depth=4)), model, max_new_tokens=5)
     assert not caplog.records

@@ -17,7 +17,6 @@ from hf_slospec.policies.urgency import (
 )
 
 
-
 def standing(*requests):
     """Of target, seconds elapsed, tokens emitted and tokens left."""
     return SLOProgress(*np.array(requests, dtype=np.float64).T)

@@ -178,7 +178,7 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
         assert request.finish_reason == "length"
 
 
-def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody():
+def test_a_long_prompt_is_prefilled_beside_decoding_requests_and_stalls_none():
     served = Served(Limits(8, 10**6, 4, 512, 1e9))
     short = [served.add(index, prompt=3, new=60) for index in range(3)]
     while not all(request.is_decoding for request in short):
@@ -200,7 +200,7 @@ def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody():
     assert longest_s <= 3.0 * plain_s + 1e-9 or all(request.is_finished for request in short)
 
 
-def test_a_prompt_alone_is_fed_as_fast_as_the_limit_allows():
+def test_a_prompt_alone_is_prefilled_in_chunks_of_the_limit():
     served = Served(Limits(8, 10**6, 4, 50, 1e9))
     served.add(prompt=120, new=1)
     served.run()
@@ -225,7 +225,7 @@ def test_lower_priority_goes_first():
 
 
 @pytest.mark.parametrize(("admission", "tpot_slo_s"), [("slo", None), ("edf", 40.0)])
-def test_requests_that_can_wait_sit_out_where_they_would_make_others_late_but_not_for_ever(
+def test_requests_that_can_wait_are_skipped_for_late_ones_at_most_max_skipped_times(
     admission, tpot_slo_s
 ):
     """Best-effort requests can wait, and guaranteed ones that are far ahead of their SLOs."""
@@ -254,7 +254,7 @@ def test_requests_that_can_wait_sit_out_where_they_would_make_others_late_but_no
     assert tpot_slo_s is None or all(request.metrics().attained for request in spare)
 
 
-def test_after_running_out_of_memory_less_is_done_and_room_comes_back():
+def test_work_shrinks_after_out_of_memory_and_recovers():
     served = Served(Limits(8, 10**6, 4, 64, 1e9))
     requests = [served.add(index, new=30, is_best_effort=True) for index in range(6)]
     for _ in range(4):
@@ -365,7 +365,7 @@ def test_a_request_is_expected_to_emit_twice_as_much_each_time_it_was_preempted(
     assert served.scheduler._expected([request]) - nodes == 11 + 4  # a step may emit that much
 
 
-def test_one_that_was_preempted_often_does_not_wait_until_all_others_have_left():
+def test_a_request_preempted_often_enters_beside_others():
     """It may emit as much as there are slots, and emits little."""
     served = Served(Limits(8, 300, 4, 64, 1e9))
     served.scheduler.output_tokens = 10.0
