@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import exp, inf
@@ -19,50 +19,42 @@ from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import ROOT, TokenTree
 
+ProbGivenNoise = Callable[[float, int, int], float]  # of a probability, a depth and a token
 
-class ForeseenNoise:
-    """Noise of one request's proposed tokens, if it is known."""
 
-    def __init__(self, request: Request, proposed: Sequence[Collection[int]]):
-        """Read the noise of the tokens ``proposed[depth - 1]`` at every depth, with one copy from
-        the device.
-        """
-        self._noise: dict[tuple[int, int], float] | None = None  # by depth and token
-        if request.noise is None:
-            return
-        self._noise = {}
-        if not proposed:
-            return
-        noise = torch.stack(
-            [request.noise.after(depth) for depth in range(len(proposed))]
-        )  # [depth, vocab]
-        size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
-        known = [
-            (depth, token)
-            for depth, tokens in enumerate(proposed)
-            for token in sorted(tokens)
-            if token < size
-        ]
-        index = to_device(
-            torch.tensor(
-                [depth * size + token for depth, token in known], dtype=torch.int64, device="cpu"
-            ),
-            noise.device,
-        )
-        self._noise = {
-            (depth + 1, token): q
-            for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)
-        }
+def prob_given_noise(request: Request, proposed: Sequence[Collection[int]]) -> ProbGivenNoise:
+    """Return a function that returns the probability that the target takes a proposed token, given
+    its noise if that is known.
 
-    def given(self, prob: float, depth: int, token: int) -> float:
-        """Return the probability that the target takes a proposal, given its noise if that is
-        known.
+    The function takes the probability without the noise and the depth, at least 1. The noise of the
+    tokens ``proposed[depth - 1]`` at every depth is read with one copy from the device.
+    """
+    if request.noise is None or not proposed:
+        return lambda prob, depth, token: prob
+    noise = torch.stack(
+        [request.noise.after(depth) for depth in range(len(proposed))]
+    )  # [depth, vocab]
+    size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
+    known = [
+        (depth, token)
+        for depth, tokens in enumerate(proposed)
+        for token in sorted(tokens)
+        if token < size
+    ]
+    index = to_device(
+        torch.tensor(
+            [depth * size + token for depth, token in known], dtype=torch.int64, device="cpu"
+        ),
+        noise.device,
+    )
+    by_place = dict(zip(known, noise.flatten()[index].tolist(), strict=True))
 
-        ``prob`` is the probability without the noise; ``depth`` is at least 1.
-        """
-        if self._noise is None or prob <= 0.0:
+    def given(prob: float, depth: int, token: int) -> float:
+        if prob <= 0.0:
             return prob
-        return exp(-self._noise.get((depth, token), inf) * (1.0 - prob) / prob)
+        return exp(-by_place.get((depth - 1, token), inf) * (1.0 - prob) / prob)
+
+    return given
 
 
 # Longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
@@ -101,7 +93,8 @@ class PromptLookupDrafter(Drafter):
         if self.past is not None:
             searched = np.concatenate((self.past.before(request), searched))
         matches = continuations(searched, max_depth, self.max_ngram)
-        noise = ForeseenNoise(request, [set(level) - {None} for level in zip_longest(*matches)])
+        proposed = [set(level) - {None} for level in zip_longest(*matches)]
+        given_noise = prob_given_noise(request, proposed)
         layer = [(ROOT, 1.0, matches)]
         nodes = [tokens[-1]]
         parents = [-1]
@@ -113,7 +106,7 @@ class PromptLookupDrafter(Drafter):
                 going_on = [run for run in runs if len(run) >= depth]
                 for token, count in Counter(run[depth - 1] for run in going_on).items():
                     through = [run for run in going_on if run[depth - 1] == token]
-                    prob = noise.given(TRUST * count / len(runs), depth, token)
+                    prob = given_noise(TRUST * count / len(runs), depth, token)
                     children.append((parent, path_prob * prob, token, through))
             children.sort(
                 key=lambda child: -child[1]

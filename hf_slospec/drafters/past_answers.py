@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -50,23 +50,7 @@ class PastAnswer:
         return AnswerGroup(self.salt, self.prompt), AnswerGroup(self.salt, "")
 
 
-class AnswerIndex(Protocol):
-    """Follows the answers of a :class:`PastAnswers`; called with its lock held."""
-
-    def begin(self, key: int, answer: PastAnswer) -> None:
-        """Add an answer."""
-
-    def append(self, key: int, answer: PastAnswer, tokens: Sequence[int]) -> None:
-        """Add tokens to an answer."""
-
-    def close(self, key: int, answer: PastAnswer) -> None:
-        """End an answer."""
-
-    def drop(self, key: int, answer: PastAnswer) -> None:
-        """Remove an answer."""
-
-
-Index = TypeVar("Index", bound=AnswerIndex)
+Index = TypeVar("Index")
 
 
 @dataclass(eq=False)
@@ -229,7 +213,11 @@ class PastAnswers:
                 self._drop(running.key)
 
     def index(self, kind: Callable[[PastAnswers], Index]) -> Index:
-        """Return the index of this class, which is made with the answers so far on first use."""
+        """Return the index of this class, which is made with the answers so far on first use.
+
+        It follows the answers: its ``begin``, ``append``, ``close`` and ``drop`` are called with the
+        lock held.
+        """
         with self.lock:
             if kind not in self._indices:
                 self._indices[kind] = kind(self)

@@ -221,16 +221,13 @@ def _speculators(*kinds: str) -> Recognise:
     return lambda checkpoint: checkpoint.config.get("speculators_model_type") in kinds
 
 
-def _named(*parts: str) -> Recognise:
-    return lambda checkpoint: checkpoint.is_named(*parts)
-
-
-def _has(pattern: str) -> Recognise:
-    return lambda checkpoint: any(re.search(pattern, name) for name in checkpoint.files)
-
-
-def _either(*recognise: Recognise) -> Recognise:
-    return lambda checkpoint: any(each(checkpoint) for each in recognise)
+def _marks(*names: str, tensor: str | None = None, field: str | None = None) -> Recognise:
+    """Recognise a class by a part of its name, a tensor by a pattern or a field of the config."""
+    return lambda checkpoint: (
+        checkpoint.is_named(*names)
+        or field in checkpoint.config
+        or (tensor is not None and any(re.search(tensor, name) for name in checkpoint.files))
+    )
 
 
 load_eagle3 = partial(_load, EAGLE3_NAMES, eagle3_layout)
@@ -238,22 +235,22 @@ load_block = partial(_load, BLOCK_NAMES, block_layout)
 FORMATS = (
     HeadFormat(
         "a Medusa head (FasterDecoding)",
-        _either(_has(r"^medusa_head\."), _named("medusa")),
+        _marks("medusa", tensor=r"^medusa_head\."),
         reason=", as its residual blocks, one for each position, are not implemented",
     ),
     HeadFormat(
         "a Hydra head",
-        _named("hydra"),
+        _marks("hydra"),
         reason=", as its MLPs over the tokens drafted before are not implemented",
     ),
     HeadFormat(
         "an MLP speculator of IBM",
-        _named("mlpspeculator"),
+        _marks("mlpspeculator"),
         reason=", as its MLPs over the last hidden state are not implemented",
     ),
     HeadFormat(
         "a MuseGlimmer assistant of transformers",
-        _named("museglimmerassistant"),
+        _marks("museglimmerassistant"),
         reason=", as its network is not implemented",
     ),
     HeadFormat("EAGLE-3 and P-EAGLE of speculators", _speculators("eagle3", "peagle"), load_eagle3),
@@ -269,25 +266,27 @@ FORMATS = (
     ),
     HeadFormat(
         "a head of type {speculators_model_type!r} of speculators",
-        lambda checkpoint: checkpoint.config.get("speculators_model_type") is not None,
+        _marks(field="speculators_model_type"),
     ),
     HeadFormat(
         "EAGLE-3 and P-EAGLE",
-        _either(_named("eagle3"), _has(r"^(model\.)?(midlayer\.hidden_norm\.weight|mask_hidden)$")),
+        _marks("eagle3", tensor=r"^(model\.)?(midlayer\.hidden_norm\.weight|mask_hidden)$"),
         load_eagle3,
     ),
     HeadFormat(
         "DFlash, DFlash2, DSpark and Domino",
-        _either(
-            _named("dflash", "dspark", "domino"),
-            lambda checkpoint: "dflash_config" in checkpoint.config,
-            _has(r"markov_w1\.|candidate_selector\."),
+        _marks(
+            "dflash",
+            "dspark",
+            "domino",
+            field="dflash_config",
+            tensor=r"markov_w1\.|candidate_selector\.",
         ),
         load_block,
     ),
     HeadFormat(
         "an EAGLE-1, EAGLE-2 or HASS head",
-        _has(r"^fc\.weight$"),
+        _marks(tensor=r"^fc\.weight$"),
         reason=": it has fc.weight, and is no EAGLE-3",
     ),
 )

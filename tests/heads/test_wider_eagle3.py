@@ -104,9 +104,6 @@ QWEN3 = dict(
 )
 # Config, the reference's tensors, the saved ones, and each layer's window.
 CASES: dict[str, tuple[dict[str, Any], Tensors, Tensors, list[int | None]]] = {
-    "layers": (nested(num_hidden_layers=3), reduced(tensors_of(3)), reduced(tensors_of(3)), [None] * 3),
-    "qwen3": (nested(model_type="qwen3", num_hidden_layers=2), reduced(tensors_of(2, qwen3=True)),
-              reduced(tensors_of(2, qwen3=True)), [None] * 2),
     "sliding": (nested(**SLIDING), reduced(tensors_of(2)), reduced(tensors_of(2)), [WINDOW, None]),
     "sliding qwen3": (nested(**SLIDING, model_type="qwen3", use_sliding_window=True),
                       reduced(tensors_of(2, qwen3=True)), reduced(tensors_of(2, qwen3=True)), [WINDOW, None]),

@@ -275,6 +275,14 @@ def test_what_is_still_to_be_learned_keeps_no_request_alive():
     assert history.depths.num_observed == now + 1
 
 
+def accept_whole_chains(policy, requests):
+    """Run a step whose chains are accepted whole; return its depth."""
+    step, plan = begun(policy, requests)
+    step.select([chain(*[0.99] * plan.depth) for _ in requests], plan)
+    step.observe([range(1, plan.depth + 1) for _ in requests], NO_TIME)
+    return plan.depth
+
+
 @pytest.mark.parametrize(
     ("due_s", "num_levels"), [(float("inf"), 4), (1.25, 4), (1.12, 2), (1.04, 0)], ids=str
 )
@@ -285,10 +293,8 @@ def test_drafts_leave_time_for_first_tokens_that_are_due(due_s, num_levels):
     history = SpeculationHistory(config)
     policy = new_policy(config, step_costs, history)
     requests = requests_of(2)
-    for _ in range(40):  # whole chains are accepted
-        step, plan = begun(policy, requests)
-        step.select([chain(*[0.99] * plan.depth) for _ in requests], plan)
-        step.observe([range(1, plan.depth + 1) for _ in requests], NO_TIME)
+    for _ in range(40):
+        accept_whole_chains(policy, requests)
     step_costs.first_tokens.begin(due_s, None)
     _, plan = begun(policy, requests)
     assert plan.depth == num_levels
@@ -306,8 +312,6 @@ def test_steps_are_shorter_where_requests_with_tight_ttft_slos_arrive():
         step_costs.first_tokens.arrived(ttft_slo_s, 1)
         for _ in range(60):
             step_costs.first_tokens.begin(float("inf"), lambda num_tokens: 1.0 + 0.0 * num_tokens)
-            step, plan = begun(policy, requests)
-            step.select([chain(*[0.99] * plan.depth) for _ in requests], plan)
-            step.observe([range(1, plan.depth + 1) for _ in requests], NO_TIME)
-        depths.append(plan.depth)
+            depth = accept_whole_chains(policy, requests)
+        depths.append(depth)
     assert depths[0] == depths[1] == 4 > depths[2] > 0

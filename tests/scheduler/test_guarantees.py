@@ -11,7 +11,7 @@ import pytest
 
 from hf_slospec.engine.costs import RecentSteps
 from hf_slospec.request.slo import Stage
-from hf_slospec.scheduler.continuous import MAX_PREEMPTED, Limits
+from hf_slospec.scheduler.continuous import MAX_PREEMPTED
 from hf_slospec.scheduler.guarantees import (
     MAX_CANDIDATES,
     first_token_slo_s,
@@ -32,7 +32,7 @@ def test_unattainable_slos_are_not_guaranteed_and_the_request_is_still_served():
 
 
 def test_no_more_ttft_slos_are_guaranteed_than_can_be_met():
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    served = Served(max_batch=64, prefill_chunk=64)
     requests = [
         served.add(index, prompt=60, new=4, ttft_slo_s=14.0) for index in range(8)
     ]  # about 6 s each
@@ -44,7 +44,7 @@ def test_no_more_ttft_slos_are_guaranteed_than_can_be_met():
 
 @pytest.mark.parametrize("kind", ["value", "continues a guaranteed one", "continues another"])
 def test_of_two_requests_the_more_valuable_is_guaranteed(kind):
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    served = Served(max_batch=64, prefill_chunk=64)
     requests = [
         served.add(index, prompt=60, new=4, ttft_slo_s=8.0) for index in range(2)
     ]  # about 6 s each
@@ -71,18 +71,16 @@ def test_a_ttft_slo_is_guaranteed_for_the_end_of_a_step(
     monkeypatch.setattr(RecentSteps, "observe", lambda self, _: setattr(self, "step_s", step_s))
     served = Served()
     served.add(0, new=60, tpot_slo_s=1e3, ttft_slo_s=1e3)
-    for _ in range(8):
-        served.step()
+    served.step(8)
     late = served.add(1, prompt=1, new=2, ttft_slo_s=ttft_slo_s)
     served.run()
     assert late.metrics().guaranteed is guaranteed
 
 
 def test_a_guaranteed_request_preempts_best_effort_which_resumes_without_repeating():
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    served = Served(max_batch=1)
     spare = served.add(0, new=12)
-    for _ in range(5):
-        served.step()
+    served.step(5)
     emitted = list(spare.tokens)
     urgent = served.add(1, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
@@ -96,14 +94,13 @@ def test_a_guaranteed_request_preempts_best_effort_which_resumes_without_repeati
 
 
 def test_a_starving_request_goes_first_and_is_not_preempted():
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0))
+    served = Served(max_batch=1, starvation_s=20.0)
     starving = None
     for index in range(100):  # promises without end
         served.add(2 * index, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
         if index == 3:
             starving = served.add(999, new=3)
-        for _ in range(3):
-            served.step()
+        served.step(3)
         if starving is not None and starving.is_finished:
             break
     assert starving is not None and starving.is_finished
@@ -112,7 +109,7 @@ def test_a_starving_request_goes_first_and_is_not_preempted():
 
 
 def test_a_request_is_preempted_at_most_max_preempted_times():
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    served = Served(max_batch=1)
     spare = served.add(0, new=40)
     for index in range(1, 20):
         while not (spare.is_decoding or spare.is_finished):
@@ -124,20 +121,19 @@ def test_a_request_is_preempted_at_most_max_preempted_times():
 
 
 def test_guaranteed_requests_without_a_deadline_do_not_starve():
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0), "edf")
+    served = Served("edf", max_batch=1, starvation_s=20.0)
     late = None
     for index in range(60):
         served.add(2 * index, new=3, ttft_slo_s=1e3)
         if index == 2:
             late = served.add(999, new=3, tpot_slo_s=1e3)
-        for _ in range(3):
-            served.step()
+        served.step(3)
     assert late is not None
     assert late.is_finished
 
 
 def test_unattainable_requests_take_no_candidate_places_from_others():
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    served = Served(max_batch=64, prefill_chunk=64)
     for index in range(MAX_CANDIDATES + 4):
         served.add(
             index, new=20, tpot_slo_s=1e-6
@@ -148,18 +144,17 @@ def test_unattainable_requests_take_no_candidate_places_from_others():
 
 
 def test_a_burst_larger_than_one_decision_is_guaranteed_whole():
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    served = Served(max_batch=64, prefill_chunk=64)
     requests = [
         served.add(index, new=30, tpot_slo_s=1e3, ttft_slo_s=1e4)
         for index in range(3 * MAX_CANDIDATES)
     ]
-    for _ in range(4):
-        served.step()
+    served.step(4)
     assert all(request.is_guaranteed for request in requests)
 
 
 def test_a_best_effort_prompt_is_prefilled_although_guaranteed_ones_keep_coming():
-    served = Served(Limits(8, 10**6, 4, 16, 1e9), "edf")
+    served = Served("edf", prefill_chunk=16)
     decoding = served.add(
         0, new=10**4, tpot_slo_s=1.05
     )  # always slightly late, so there is nothing to spare
@@ -175,16 +170,13 @@ def test_a_best_effort_prompt_is_prefilled_although_guaranteed_ones_keep_coming(
 
 @pytest.mark.parametrize("times_preempted", [0, MAX_PREEMPTED])
 def test_slots_of_protected_requests_are_not_guaranteed_to_others(times_preempted):
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    served = Served(max_batch=1)
     holder = served.add(0, new=500)
     for index in range(times_preempted):
-        for _ in range(5):
-            served.step()
+        served.step(5)
         served.add(index + 1, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
-        for _ in range(5):
-            served.step()
-    for _ in range(5):
-        served.step()
+        served.step(5)
+    served.step(5)
     assert (holder.stats.num_preempted, holder.is_decoding) == (times_preempted, True)
     late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
@@ -192,7 +184,7 @@ def test_slots_of_protected_requests_are_not_guaranteed_to_others(times_preempte
 
 
 def test_a_starving_guaranteed_request_is_not_preempted_once_it_runs():
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=2.0), "priority")
+    served = Served("priority", max_batch=1, starvation_s=2.0)
     first = served.add(0, new=3, ttft_slo_s=1e3, priority=-2)
     served.step()
     starving = served.add(1, ttft_slo_s=1e3)
@@ -207,7 +199,7 @@ def test_a_starving_guaranteed_request_is_not_preempted_once_it_runs():
 
 
 def test_slots_of_a_protected_and_guaranteed_request_count_once():
-    served = Served(Limits(3, 10**6, 4, 8, starvation_s=0.5))
+    served = Served(max_batch=3, starvation_s=0.5)
     early = [
         served.add(index, new=40, tpot_slo_s=1e-6) for index in range(2)
     ]  # which cannot be met: best effort
