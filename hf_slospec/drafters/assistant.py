@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hf_slospec.drafters.beam import beam_search
-from hf_slospec.drafters.level import Beam, Level, Network, Scores, Vocabulary
+from hf_slospec.drafters.level import Level, Network, Scores, Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, PackedDrafter, Room, with_roots
 from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.interfaces import Drafter, Plan
@@ -119,11 +119,9 @@ class AssistantDrafter(PackedDrafter):
         """
         return 0 if self.sequences.max_kept is None else self.sequences.reuse(request)
 
-    def _run(
-        self, requests: Sequence[RequestTokens], indices: IntArray, level: Level
-    ) -> Beam | Scores:
+    def _run(self, requests: Sequence[RequestTokens], indices: IntArray, level: Level) -> Any:
         """Forward the last layer of the beam of some requests, or for roots all committed tokens
-        that lack K/V.
+        that lack K/V; see ``Level.grown``.
         """
         requests = [requests[index] for index in indices]
         sequences = [self.sequences.of(request) for request in requests]

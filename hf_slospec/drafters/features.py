@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_slospec.drafters.level import Vocabulary
 from hf_slospec.drafters.methods import PackedDrafter, Room, with_roots
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.memory import as_memory_error
@@ -138,11 +139,11 @@ class FeatureDrafter(PackedDrafter):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return self.head.feature_layers
+        return tuple(self.head.feature_layers)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
-        vocabulary = self.head.vocabulary(self.vocab_size)
+        vocabulary: Vocabulary | None = self.head.vocabulary(self.vocab_size)
         if vocabulary is None:
             return logits[..., : self.vocab_size]
         return vocabulary.spread(logits)

@@ -221,7 +221,8 @@ class PastAnswers:
         with self.lock:
             if kind not in self._indices:
                 self._indices[kind] = kind(self)
-            return self._indices[kind]
+            index: Index = self._indices[kind]
+            return index
 
     def before(self, request: Request) -> IntArray:
         """Return the other answers to a running request's prompt, the oldest first, each with

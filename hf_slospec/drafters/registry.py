@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_slospec.assembly import load_plugins
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError
@@ -56,6 +56,9 @@ class AssistantKind:
 _ENTRIES: dict[tuple[type, str], Any] = {}
 
 
+Entry = TypeVar("Entry", NamedDrafter, HeadFormat, AssistantKind)
+
+
 def register(*entries: NamedDrafter | HeadFormat | AssistantKind) -> None:
     """Add entries to the registry; formats and kinds are tried in the order of registration.
 
@@ -77,7 +80,7 @@ def _load_all() -> None:
             entry.load()
 
 
-def entries(kind: type) -> list[Any]:
+def entries(kind: type[Entry]) -> list[Entry]:
     """Return all entries of a type, those of other distributions included."""
     _load_all()
     return [entry for (own, _), entry in _ENTRIES.items() if own is kind]

@@ -117,7 +117,7 @@ class SplitRanks(Ranks):
     def first(self, value: T) -> T:
         if self.is_led:
             return value
-        values: list[Any] = [value]
+        values = [value]
         dist.broadcast_object_list(values, self._global[0], group=self._group, device=self._device)
         return values[0]
 

@@ -81,7 +81,8 @@ class SequentialBlockDrafter(BlockDrafter):
     def _grown(self, outputs: torch.Tensor, _: IntArray, level: Level) -> Beam | Scores:
         """Return the beam of all requests with its next layer, or scores; see ``Level.grown``."""
         depth = len(level.sizes) - 1
-        scores = self.head.after(level.tokens, outputs[:, depth], level.inherited_states, depth)
+        states = level.inherited_states
+        scores: Scores = self.head.after(level.tokens, outputs[:, depth], states, depth)
         if level.is_coupled:
             return scores._replace(logits=self.spread(scores.logits))
         vocabulary = self.head.vocabulary(self.vocab_size)

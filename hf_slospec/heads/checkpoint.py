@@ -45,7 +45,7 @@ def fields_of_layers(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{source} has layers of type {kind!r}, which transformers does not know"
         )
-    return read_config(source, CONFIG_MAPPING[kind], nested).to_dict()
+    return dict(read_config(source, CONFIG_MAPPING[kind], nested).to_dict())
 
 
 def check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:

@@ -197,7 +197,8 @@ class DFlashHead(Head):
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the inputs of context tokens' K and V, [num_tokens, hidden]."""
-        return self.hidden_norm(self.fc(features))
+        combined: torch.Tensor = self.hidden_norm(self.fc(features))
+        return combined
 
     def cache_context(self, combined: torch.Tensor, position_ids: torch.Tensor, cache: Any) -> None:
         """Cache every layer's K and V of context tokens.

@@ -35,7 +35,8 @@ class BlockConvolution(nn.Module):
         num_taps, hidden]
         """
         projected = self.kernel_projection(states).unflatten(-1, (*self.base_kernel.shape[:2], -1))
-        return self.base_kernel + projected.repeat_interleave(self.group_size, dim=-1)
+        delta: torch.Tensor = projected.repeat_interleave(self.group_size, dim=-1)
+        return self.base_kernel + delta
 
     @staticmethod
     def convolve(
@@ -106,7 +107,8 @@ class CandidateSelector(nn.Module):
             hidden: [num_rows, hidden].
             candidates: [num_rows, num_candidates] int64, ids of the head.
         """
-        context = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]
+        projected: torch.Tensor = self.hidden_projection(hidden)
+        context = self.predecessor_codebook[tokens] * projected[:, None]
         return context @ self.successor_codebook[candidates].transpose(1, 2)
 
 

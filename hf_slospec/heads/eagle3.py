@@ -88,7 +88,8 @@ class Eagle3Layer(nn.Module):
             torch.cat((self.input_layernorm(embeds), normed), dim=-1), **attention
         )
         hidden = residual + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
 class Eagle3Head(DraftHead):
@@ -154,7 +155,8 @@ class Eagle3Head(DraftHead):
             features = torch.cat(
                 [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
             )
-        return self.fc(features)
+        hidden: torch.Tensor = self.fc(features)
+        return hidden
 
     @property
     def _kinds(self) -> list[str]:

@@ -66,7 +66,8 @@ class FullRotaryEmbedding(Gemma4TextRotaryEmbedding):
         self, x: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines, [batch, num_tokens, head_dim] each."""
-        return super().forward(x, position_ids, FULL)
+        cosines, sines = super().forward(x, position_ids, FULL)
+        return cosines, sines
 
 
 class Gemma4Head(Head):
@@ -133,7 +134,8 @@ class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
         attended, _ = self.self_attn(both, shared_kv_states={}, **attention)
         hidden = hidden + self.post_attention_layernorm(attended)
         fed = self.mlp(self.pre_feedforward_layernorm(hidden))
-        return (hidden + self.post_feedforward_layernorm(fed)) * self.layer_scalar
+        output: torch.Tensor = (hidden + self.post_feedforward_layernorm(fed)) * self.layer_scalar
+        return output
 
 
 class Gemma4Eagle3Head(Gemma4Head, Eagle3Head):

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.features import FeatureDrafter
-from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
+from hf_slospec.drafters.level import Level, Scores, Vocabulary
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.block_drafter import block_trees
 from hf_slospec.model.batch import NewTokens
@@ -60,9 +60,9 @@ class HeadDrafter(FeatureDrafter):
         run = partial(self._run, requests)
         return beam_search(requests, plan, network, run, self.packed.device, rows)
 
-    def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Beam | Scores:
+    def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Any:
         """Forward the last layer of the beam of some requests, or for roots the entries of all
-        waiting features.
+        waiting features; see ``Level.grown``.
         """
         requests = [requests[index] for index in indices]
         if level.is_root:

@@ -74,7 +74,8 @@ class DraftHead(Head):
         """Return the logits of the head's vocabulary.  [num_rows, hidden] -> [num_rows,
         draft_vocab]
         """
-        return self.lm_head(states)
+        logits: torch.Tensor = self.lm_head(states)
+        return logits
 
     def forward(
         self,

@@ -132,4 +132,5 @@ def end_weights(
     steps_left = num_left / rates
     longest = steps_left.max()
     norm = longest * ((steps_left / longest) ** END_NORM).sum() ** (1.0 / END_NORM)
-    return (fixed_s * (steps_left / norm) ** (END_NORM - 1.0) + row_s) / rates
+    seconds: FloatArray = (fixed_s * (steps_left / norm) ** (END_NORM - 1.0) + row_s) / rates
+    return seconds

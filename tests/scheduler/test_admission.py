@@ -144,8 +144,6 @@ def test_priorities_are_values_that_exceed_those_of_all_lower_classes(candidates
 def test_of_equal_candidates_the_earlier_and_then_the_lower_index_is_preferred():
     assert admitted([at(1.0, 16)] * 5, toy_rate, (0,), AMPLE) == [0, 1]
     assert admitted([at(1.25, 32), at(1.0, 32)], toy_rate, (0,), AMPLE) == [1]
-    assert admitted([at(1.25, 32, tier=0), at(1.0, 32, tier=1)], toy_rate, (0, 0), AMPLE) == [1]
-    assert admitted([at(1.25, 32, tier=1), at(1.0, 32, tier=0)], toy_rate, (0, 0), AMPLE) == [1]
     # Room left counts only where a later candidate could use it.
     assert admitted([at(1.0, 32, 7), at(1.0, 31, 1)], toy_rate, (0,), 7) == [0]
     assert admitted([at(1.0, 32, 7), at(1.0, 31, 1), at(1.0, 1, 1)], toy_rate, (0,), 7) == [1, 2]
