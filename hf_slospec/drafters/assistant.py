@@ -149,9 +149,7 @@ class AssistantMethod(DraftMethod):
 
     assistant: Any
 
-    @property
-    def kind(self) -> str:
-        return "assistant model"
+    kind = "assistant model"
 
     @property
     def model(self) -> Any:

@@ -28,6 +28,7 @@ class Head(PreTrainedModel):
     _supports_attention_backend = True
     kind: ClassVar[str]  # name in errors and descriptions
     drafter_class: ClassVar[type[FeatureDrafter]]
+    min_nodes = 0  # of one request that a forward stages, however small the trees
     # Hidden states of the target, numbered as in its output_hidden_states
     feature_layers: tuple[int, ...]
     target_hidden_size: int  # of one hidden state of the target
@@ -39,11 +40,6 @@ class Head(PreTrainedModel):
     def __init__(self, config: Any):
         super().__init__(config)
         self.register_buffer("target_ids", None, persistent=False)
-
-    @property
-    def min_nodes(self) -> int:
-        """Nodes of one request that a forward stages, however small the trees."""
-        return 0
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the target's embeddings, or the head's own."""

@@ -144,9 +144,7 @@ class LookupMethod(DraftMethod):
     max_depth: int | None = None
     past: PastAnswers | None = None
 
-    @property
-    def kind(self) -> str:
-        return "prompt lookup"
+    kind = "prompt lookup"
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return PromptLookupDrafter(self.max_ngram, self.max_depth, self.past)

@@ -30,7 +30,7 @@ class BlockDrafter(FeatureDrafter):
     """
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        self._process([request for request in requests if self.features.num_waiting(request)])
+        self._process([request for request in requests if self.features[request].num_tokens])
         self.sequences.reserve(requests)
         parts = [
             block_tokens(self.head, self.sequences.of(request), request.tokens)
@@ -51,7 +51,9 @@ class BlockDrafter(FeatureDrafter):
         if not requests:
             return
         self.sequences.reserve(requests)
-        begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
+        begins, features = zip(
+            *(self.features[request].take() for request in requests), strict=True
+        )
         lengths = [len(part) for part in features]
         combined = self.head.combine(torch.cat(features).to(self.packed.device)).split(lengths)
         sequences = [self.sequences.of(request) for request in requests]

@@ -75,6 +75,7 @@ class DFlashHead(Head):
         """
         super().__init__(config)
         self.block_size = int(self._setting("block_size", 16))
+        self.min_nodes = self.block_size
         self.mask_token_id = self._setting("mask_token_id")
         if self._setting("use_swa"):
             config.sliding_window = self._setting("swa_window_size")
@@ -131,10 +132,6 @@ class DFlashHead(Head):
 
     def _add_modules(self) -> None:
         """Add the modules of a variant, before weights are initialised."""
-
-    @property
-    def min_nodes(self) -> int:
-        return self.block_size
 
     @property
     def first_read_slot(self) -> int:

@@ -93,21 +93,19 @@ class HeadDrafter(FeatureDrafter):
         num_masks = 0 if masks is None else len(masks)
         self.sequences.reserve(requests)
         for request in requests:
-            if not self.features.num_waiting(
-                request
-            ):  # a step was undone: forward the last entry again
+            # A step was undone: forward the last entry again.
+            if not self.features[request].num_tokens:
                 self.sequences.of(request).length -= 1
-        begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
-        lengths = [len(part) for part in features]
-        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-        tokens = [
-            r.tokens[begin + 1 : end + 1]
-            for r, begin, end in zip(requests, begins, ends, strict=True)
-        ]
-        ids = to_device(
-            torch.tensor([token for new in tokens for token in new], device="cpu"),
-            self.packed.device,
+        begins, features = zip(
+            *(self.features[request].take() for request in requests), strict=True
         )
+        lengths = [len(part) for part in features]
+        tokens = [
+            token
+            for request, begin, length in zip(requests, begins, lengths, strict=True)
+            for token in request.tokens[begin + 1 : begin + 1 + length]
+        ]
+        ids = to_device(torch.tensor(tokens, device="cpu"), self.packed.device)
         hidden = self.head.combine(torch.cat(features).to(self.packed.device))
         inputs = torch.cat((self.head.embed_tokens(ids), hidden), dim=-1).split(lengths)
         parts = []

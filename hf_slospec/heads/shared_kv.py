@@ -170,9 +170,7 @@ class SharedKVDrafter(Drafter):
     It keeps the target's last hidden state of each request.
     """
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return (LAST_HIDDEN,)
+    feature_layers = (LAST_HIDDEN,)
 
     def __init__(self, assistant: Any, vocab_size: int):
         """``vocab_size`` is the target's."""
@@ -257,13 +255,9 @@ class Gemma4Method(DraftMethod):
 
     assistant: Any
 
-    @property
-    def kind(self) -> str:
-        return "Gemma 4 assistant"
+    kind = "Gemma 4 assistant"
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return (LAST_HIDDEN,)
+    feature_layers = (LAST_HIDDEN,)
 
     def check(self, target: Any) -> None:
         check_vocabulary(self.assistant, target)

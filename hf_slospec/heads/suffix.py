@@ -247,9 +247,7 @@ def _converted(
 class SuffixMethod(DraftMethod):
     """Suffix trees of the request's tokens and, if these are given, of past answers."""
 
-    @property
-    def kind(self) -> str:
-        return "suffix trees"
+    kind = "suffix trees"
 
     def __init__(self, past: PastAnswers | None = None):
         """Make the trees, which all engines share; see :class:`SuffixDrafter`."""

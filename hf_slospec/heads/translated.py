@@ -102,9 +102,7 @@ class TranslatedMethod(AssistantMethod):
 
     translation: TokenTranslation
 
-    @property
-    def kind(self) -> str:
-        return "assistant model with another tokenizer"
+    kind = "assistant model with another tokenizer"
 
     def check(self, target: Any) -> None:
         check_device(self.assistant, target)
