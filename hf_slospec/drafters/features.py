@@ -138,8 +138,8 @@ class FeatureDrafter(PackedDrafter):
         raise NotImplementedError
 
     def reuse(self, request: Request) -> int:
-        before = self.sequences.num_cached(request)
-        if (num_reused := self.sequences.reuse(request)) > before:
+        num_cached = self.sequences.num_cached(request)
+        if (num_reused := self.sequences.reuse(request)) > num_cached:
             num_reused -= (
                 1  # the last entry may depend on the token behind it, which may differ here
             )

@@ -82,10 +82,12 @@ def drafting_method(
         return assistant_method(model, target, tokenizer, assistant_tokenizer)
     if drafter is None:
         return LookupMethod()
-    given: Any = drafter
-    if _is_users(given):
-        return UserMethod(given)
-    return load_drafter(given, target, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)
+    source: Any = drafter
+    if _is_users(source):
+        return UserMethod(source)
+    return load_drafter(
+        source, target, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer
+    )
 
 
 def _check_one_way(assistant_model: Any, drafter: Any) -> None:
@@ -99,9 +101,9 @@ def _check_one_way(assistant_model: Any, drafter: Any) -> None:
 def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
     """Check arguments before the target is loaded; raises as :func:`drafting_method`."""
     _check_one_way(assistant_model, drafter)
-    given: Any = drafter
-    if given is not None and not _is_users(given):
-        check_source(given)
+    source: Any = drafter
+    if source is not None and not _is_users(source):
+        check_source(source)
 
 
 def _is_users(drafter: Any) -> bool:

@@ -35,7 +35,7 @@ def prob_given_noise(request: Request, proposed: Sequence[Collection[int]]) -> P
         [request.noise.after(depth) for depth in range(len(proposed))]
     )  # [depth, vocab]
     size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
-    known = [
+    proposals = [
         (depth, token)
         for depth, tokens in enumerate(proposed)
         for token in sorted(tokens)
@@ -43,11 +43,11 @@ def prob_given_noise(request: Request, proposed: Sequence[Collection[int]]) -> P
     ]
     index = to_device(
         torch.tensor(
-            [depth * size + token for depth, token in known], dtype=torch.int64, device="cpu"
+            [depth * size + token for depth, token in proposals], dtype=torch.int64, device="cpu"
         ),
         noise.device,
     )
-    by_place = dict(zip(known, noise.flatten()[index].tolist(), strict=True))
+    by_place = dict(zip(proposals, noise.flatten()[index].tolist(), strict=True))
 
     def given(prob: float, depth: int, token: int) -> float:
         if prob <= 0.0:

@@ -83,7 +83,7 @@ def _load_all() -> None:
 def entries(kind: type[Entry]) -> list[Entry]:
     """Return all entries of a type, those of other distributions included."""
     _load_all()
-    return [entry for (own, _), entry in _ENTRIES.items() if own is kind]
+    return [entry for (entry_kind, _), entry in _ENTRIES.items() if entry_kind is kind]
 
 
 def named_drafters() -> dict[str, NamedDrafter]:

@@ -82,9 +82,9 @@ class DFlash2Layer(Qwen3DecoderLayer):
         ]
         for norm, convolution, sublayer in sublayers:
             states = norm(hidden_states)
-            before, after = convolution.kernels(states).unbind(2)
-            states = sublayer(convolution.convolve(states, before, is_behind))
-            hidden_states = hidden_states + convolution.convolve(states, after, is_behind)
+            kernel_before, kernel_after = convolution.kernels(states).unbind(2)
+            states = sublayer(convolution.convolve(states, kernel_before, is_behind))
+            hidden_states = hidden_states + convolution.convolve(states, kernel_after, is_behind)
         return hidden_states
 
 

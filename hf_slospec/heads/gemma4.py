@@ -48,9 +48,9 @@ def config_of_gemma4(source: str, fields: Mapping[str, Any]) -> Any:
     # would have a size.
     num_layers = fields.get("num_hidden_layers")
     layers = [FULL] * num_layers if isinstance(num_layers, int) else None
-    own = {"layer_types": layers, "hidden_size_per_layer_input": 0}
-    known = {name: value for name, value in fields.items() if name != "model_type"}
-    config = read_config(source, Gemma4TextConfig, known | own)
+    overrides = {"layer_types": layers, "hidden_size_per_layer_input": 0}
+    copied = {name: value for name, value in fields.items() if name != "model_type"}
+    config = read_config(source, Gemma4TextConfig, copied | overrides)
     rope = config.rope_parameters.get(FULL) or {}
     if (kind := rope.get("rope_type")) not in ("default", *ROPE_INIT_FUNCTIONS):
         raise UnsupportedModelError(

@@ -165,11 +165,11 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
         )
     checkpoint = open_checkpoint(source)
     if _mtp_layout_of(checkpoint) is None:
-        others = sorted(name for name in checkpoint.files if "mtp" in name or "nextn" in name)
+        mtp_names = sorted(name for name in checkpoint.files if "mtp" in name or "nextn" in name)
         raise UnsupportedModelError(
-            f"{source} has MTP layers in a layout that is not implemented, with tensors such as {others[0]}; those of "
-            "Qwen3-Next (mtp.fc.weight) and MiMo (model.mtp_layers.0.input_proj.weight) can be loaded"
-            if others
+            f"{source} has MTP layers in a layout that is not implemented, with tensors such as {mtp_names[0]}; those "
+            "of Qwen3-Next (mtp.fc.weight) and MiMo (model.mtp_layers.0.input_proj.weight) can be loaded"
+            if mtp_names
             else f"{source} has no MTP layer: there is no tensor named mtp.fc.weight"
         )
     return _load_mtp(checkpoint, target)

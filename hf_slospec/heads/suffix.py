@@ -186,10 +186,10 @@ class SuffixDrafter(Drafter):
         ):  # new, seen again after release, or rolled back
             tree = self._trees[request] = _RequestTree()
         tree.append(tokens[tree.num_tokens :])
-        own = speculated(tree.cache, TEXT, tokens[-TREE_DEPTH:], max_nodes)
+        of_text = speculated(tree.cache, TEXT, tokens[-TREE_DEPTH:], max_nodes)
         if self.past is None:
-            return [own]
-        return [own, *self.past.index(AnswerTrees).continuations(request, max_nodes)]
+            return [of_text]
+        return [of_text, *self.past.index(AnswerTrees).continuations(request, max_nodes)]
 
 
 def _trees(request: Request, plan: Plan, drafts: Sequence[SuffixDecodingDraft]) -> list[TokenTree]:

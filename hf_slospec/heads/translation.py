@@ -325,26 +325,28 @@ class DraftTokens:
         committed = self._request.tokens
         if self._num_seen == len(committed):
             return len(self.tokens)
-        kept = self._last_cut(self._num_seen - WINDOW)
-        context = self._last_cut(kept.target - WINDOW)
+        anchor = self._last_cut(self._num_seen - WINDOW)
+        context = self._last_cut(anchor.target - WINDOW)
         stretch = self._translation.translate(committed[context.target :], not context.target)
         after = next(
-            (cut.draft for cut in stretch.cuts if context.target + cut.target == kept.target), None
+            (cut.draft for cut in stretch.cuts if context.target + cut.target == anchor.target),
+            None,
         )
         if after is None:  # the new tokens have changed those around the cut
-            kept = context = Cut(0, 0)
+            anchor = context = Cut(0, 0)
             stretch = self._translation.translate(committed)
             after = 0
-        old = self.tokens[kept.draft :]
+        old = self.tokens[anchor.draft :]
         new = stretch.tokens[after:]
-        self.tokens = self.tokens[: kept.draft] + new or [self._translation.filler]
+        self.tokens = self.tokens[: anchor.draft] + new or [self._translation.filler]
         moved = [
-            Cut(context.target + cut.target, kept.draft + cut.draft - after) for cut in stretch.cuts
+            Cut(context.target + cut.target, anchor.draft + cut.draft - after)
+            for cut in stretch.cuts
         ]
-        self._cuts = [cut for cut in self._cuts if cut.target <= kept.target]
-        self._cuts = (self._cuts + [cut for cut in moved if cut.target > kept.target])[-MAX_CUTS:]
+        self._cuts = [cut for cut in self._cuts if cut.target <= anchor.target]
+        self._cuts = (self._cuts + [cut for cut in moved if cut.target > anchor.target])[-MAX_CUTS:]
         self._num_seen = len(committed)
-        return kept.draft + num_common(old, new)
+        return anchor.draft + num_common(old, new)
 
     def _last_cut(self, num_tokens: int) -> Cut:
         """Return the last cut behind at most ``num_tokens`` of the target's tokens; the start if

@@ -135,18 +135,20 @@ class DepthControl:
             self.num_trees += step.num_trees
         self.num_observed += len(drafted)
         weight = max(self.WEIGHT, 1.0 / self.num_observed)
-        seen = num_trees > 0
+        is_drafted = num_trees > 0
         weights = np.minimum(
-            1.0 - (1.0 - weight) ** self.steps_since[seen], max(weight, self.MAX_WEIGHT)
+            1.0 - (1.0 - weight) ** self.steps_since[is_drafted], max(weight, self.MAX_WEIGHT)
         )
-        weights[np.isinf(self.steps_since[seen])] = 1.0
+        weights[np.isinf(self.steps_since[is_drafted])] = 1.0
         entries = np.minimum(forest.depths, max_depth) * max_width + np.minimum(
             beam_ranks(forest), max_width - 1
         )
         for average, values in ((self.nodes, is_verified), (self.mass, is_verified * path_probs)):
             sums = np.bincount(entries, values, minlength=average.size).reshape(average.shape)
-            average[seen] += weights * (sums[seen] / num_trees[seen] - average[seen])
-        self.steps_since[seen] = 0
+            average[is_drafted] += weights * (
+                sums[is_drafted] / num_trees[is_drafted] - average[is_drafted]
+            )
+        self.steps_since[is_drafted] = 0
 
     def best(
         self,

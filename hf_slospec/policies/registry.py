@@ -56,10 +56,14 @@ def register(*policies: type[NamedPolicy]) -> None:
         InvalidInputError: another class has the name.
     """
     for policy in policies:
-        known = _POLICIES.setdefault(policy.name, policy)
-        if (known.__module__, known.__qualname__) != (policy.__module__, policy.__qualname__):
+        registered = _POLICIES.setdefault(policy.name, policy)
+        if (registered.__module__, registered.__qualname__) != (
+            policy.__module__,
+            policy.__qualname__,
+        ):
             raise InvalidInputError(
-                f"policy {policy.name!r} is {known.__module__}.{known.__qualname__} already; choose another name"
+                f"policy {policy.name!r} is {registered.__module__}.{registered.__qualname__} already; choose another "
+                "name"
             )
         _POLICIES[policy.name] = policy
 

@@ -280,11 +280,11 @@ def _best_set(
         left = np.round(left, 6)
 
         preferred = np.lexsort((1 - is_taken, parents))
-        kept = preferred[_undominated(counts[preferred], left[preferred])]
-        if not len(kept):
+        survivors = preferred[_undominated(counts[preferred], left[preferred])]
+        if not len(survivors):
             return None
-        counts, left, rates = counts[kept], left[kept], rates[kept]
-        trail.append((parents[kept], is_taken[kept]))
+        counts, left, rates = counts[survivors], left[survivors], rates[survivors]
+        trail.append((parents[survivors], is_taken[survivors]))
 
     # Ties: the first state in order of preference is taken.
     state = int(np.argmax(counts[:, 0]))

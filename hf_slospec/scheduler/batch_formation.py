@@ -44,9 +44,8 @@ WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be ski
 TYPICAL = 8.0
 MAX_SKIPPED = 32  # consecutive steps in which a running request is skipped for others
 
-Rank = Callable[
-    [Request, float], tuple[float, ...]
-]  # request and time -> key by which requests are served
+# Request and time -> key by which requests are served
+Rank = Callable[[Request, float], tuple[float, ...]]
 
 
 class BatchFormation:
@@ -90,13 +89,13 @@ class BatchFormation:
         decoding = [request for request in running if request.is_decoding]
         self._plain_s = self._plain_step_s(decoding)
         allowed_s = self._allowed_s(decoding, now_s)
-        kept = self._taking_part(running, decoding, allowed_s, now_s)
-        chunks = self._chunks(running, len(kept), rank, allowed_s, now_s)
+        taking_part = self._taking_part(running, decoding, allowed_s, now_s)
+        chunks = self._chunks(running, len(taking_part), rank, allowed_s, now_s)
         prefills_only = bool(chunks) and self.prefill == "first"
         if not prefills_only:
-            kept = self._leaving_time(kept, chunks, has_waiting, allowed_s, now_s)
-        self._count_skipped(decoding, kept)
-        return Schedule([] if prefills_only else kept, chunks)
+            taking_part = self._leaving_time(taking_part, chunks, has_waiting, allowed_s, now_s)
+        self._count_skipped(decoding, taking_part)
+        return Schedule([] if prefills_only else taking_part, chunks)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request that runs no more."""
@@ -116,9 +115,10 @@ class BatchFormation:
         return not is_minimal
 
     def _count_skipped(self, requests: Sequence[Request], taking_part: Sequence[Request]) -> None:
-        kept = set(taking_part)
+        not_skipped = set(taking_part)
         for request in requests:
-            self._num_skipped[request] = 0 if request in kept else self._num_skipped[request] + 1
+            num_skipped = self._num_skipped[request] + 1
+            self._num_skipped[request] = 0 if request in not_skipped else num_skipped
 
     @property
     def _max_chunk(self) -> int:
@@ -138,9 +138,7 @@ class BatchFormation:
         return float(self._step_s(guaranteed, math.ceil(arriving)))
 
     def _steady_s(self, decoding: Sequence[Request]) -> float:
-        """Return the seconds that every step may take, if each commits a token of every guaranteed
-        request.
-        """
+        """Return the seconds of steps that each commit a token of every guaranteed request."""
         paces_s = (
             request.pace_s
             for request in decoding
@@ -186,7 +184,7 @@ class BatchFormation:
         """
         if self._share < 1.0:  # after running out of memory: the requests skipped longest first
             in_order = sorted(decoding, key=lambda request: -self._num_skipped[request])
-            kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
+            chosen = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
         # Best-effort requests take the time that a step without drafts leaves.
         elif self._plain_s < math.inf:
             must = [r for r in decoding if not r.is_best_effort or self._is_overdue(r)]
@@ -199,7 +197,7 @@ class BatchFormation:
             num_keys = np.asarray(numbers * self._costs.recent.keys)
             times_s = self._costs.verify_s(numbers + chunk, numbers, num_keys)
             limit_s = min(allowed_s, self._steady_s(decoding)) if is_prefilling else allowed_s
-            kept = {*must, *spare[: int(np.count_nonzero(times_s <= limit_s))]}
+            chosen = {*must, *spare[: int(np.count_nonzero(times_s <= limit_s))]}
         elif decoding and (all_s := self._costs.step_s(len(decoding))) > allowed_s:
             spare = [r for r in decoding if self._is_ahead(r, now_s, all_s)]
             # stable: otherwise in order of arrival
@@ -208,10 +206,10 @@ class BatchFormation:
             least_s = self._costs.step_s(max(num_must, 1))
             times_s = self._costs.step_s(num_must + np.arange(1, len(spare) + 1))
             num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
-            kept = set(decoding) - {r for r in spare[num_spare:] if not self._is_overdue(r)}
+            chosen = set(decoding) - {r for r in spare[num_spare:] if not self._is_overdue(r)}
         else:
-            kept = set(decoding)
-        return [request for request in decoding if request in kept]
+            chosen = set(decoding)
+        return [request for request in decoding if request in chosen]
 
     def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
         """Return the seconds that the step may take so that no guaranteed request falls behind; 0
@@ -258,10 +256,10 @@ class BatchFormation:
             return AHEAD * request.pace_s * (emitted + tokens) - elapsed_s
         share = self._windows.share(tightest_tpot_slo_s(request))
         stats = request.stats
-        own = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (
+        tokens_per_step = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (
             stats.num_steps + TYPICAL
         )
-        token_s = min(step_s / min(own, tokens) / share, request.pace_s)
+        token_s = min(step_s / min(tokens_per_step, tokens) / share, request.pace_s)
         if self._plain_s <= token_s:  # which suffices, however few drafts are accepted
             token_s = self._plain_s
             tokens = 1.0
@@ -304,7 +302,7 @@ class BatchFormation:
             )
         if overdue or (guaranteed and self._plain_s == math.inf):
             left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
-        most = OVERDUE_CHUNK
+        max_chunk = OVERDUE_CHUNK
         if (
             self._plain_s < math.inf and overdue and guaranteed
         ):  # admission has planned with nearly all of it
@@ -312,11 +310,13 @@ class BatchFormation:
                 max(overdue, key=lambda request: (self._num_skipped[request], -request.index))
             }
             prefilling.sort(key=lambda request: (request not in overdue, rank(request, now_s)))
-            most = min(most, math.ceil(OVERDUE_SHARE * left))
+            max_chunk = min(max_chunk, math.ceil(OVERDUE_SHARE * left))
         chunks = list[Chunk]()
         for request in prefilling:
             if left > 0:
-                chunks.append(Chunk.of(request, min(left, most) if request in overdue else left))
+                chunks.append(
+                    Chunk.of(request, min(left, max_chunk) if request in overdue else left)
+                )
                 left -= chunks[-1].num_tokens
         self._count_skipped(prefilling, [chunk.request for chunk in chunks])
         return chunks

@@ -233,19 +233,19 @@ class ContinuousScheduler(Slots):
         """Guarantee the SLOs of the requests that can be admitted; return whether there are any."""
         if not undecided:
             return False
-        before = [
+        guaranteed = [
             *(request for request in self.running if request.is_guaranteed),
             *self._guaranteed_waiting,
         ]
         protected = [r for r in self.running if r in self._protected and not r.is_guaranteed]
-        unmovable = [*before, *protected]
+        unmovable = [*guaranteed, *protected]
         max_admitted = self.limits.max_batch - len(unmovable)
         if max_admitted <= 0:
             return False
         kv_free = self._max_slots - self._expected(unmovable)
         admitted = guaranteeable(
             undecided,
-            before,
+            guaranteed,
             kv_free,
             self._kv_needed,
             self.num_reusable,

@@ -131,17 +131,21 @@ class WindowGuarantees:
             for key in keys:
                 # Shares rise no further than they apply, so that later broken guarantees lower them
                 # at once.
-                most = 0.0 if key == FIRST else max(math.log(MAX_SHARE / self._planned), 0.0)
+                max_correction = (
+                    0.0 if key == FIRST else max(math.log(MAX_SHARE / self._planned), 0.0)
+                )
                 raised = self._corrections[key] + LEARNED * (1.0 - self.probability) / len(keys)
-                self._corrections[key] = min(raised, most)
+                self._corrections[key] = min(raised, max_correction)
         if num_steps := request.stats.num_steps:
             numbers = np.arange(len(self.recent.committed))
             probs = self.recent.committed
             mean = float(probs @ numbers)
             by_chance = (float(probs @ numbers**2) - mean**2) / mean**2 / num_steps
-            own = max((request.num_emitted - 1 - request.stats.num_resumed) / num_steps, 1.0)
+            tokens_per_step = max(
+                (request.num_emitted - 1 - request.stats.num_resumed) / num_steps, 1.0
+            )
             self._spread_variance += SPREAD_WEIGHT * (
-                math.log(own / mean) ** 2 - by_chance - self._spread_variance
+                math.log(tokens_per_step / mean) ** 2 - by_chance - self._spread_variance
             )
 
 
