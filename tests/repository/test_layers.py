@@ -57,12 +57,12 @@ BUDGETS = {
     "cpu": 10251,
     "cuda": 15013,  # forward paths and overrides in place of flags of the packed model
     "demo": 5715,
-    "drafters": 8377,  # past answers and the files of checkpoints, which were in heads
+    "drafters": 8197,  # past answers and the files of checkpoints, which were in heads
     "engine": 8764,
     # Took over what the core did for states and encoders: their probes, caches and arguments.
     "families": 8949,
     "generate": 14906,  # calls of stock and checks before and after them, once each
-    "heads": 14459,
+    "heads": 14406,
     "lab": 17730,
     # Interfaces (paths, overrides, families, hooks) that keep plugins out of the core.
     "model": 35426,
@@ -70,7 +70,7 @@ BUDGETS = {
     "replicas": 5882,
     # Took from batcher: options of submit and their checks.
     "request": 3843,
-    "scheduler": 9175,
+    "scheduler": 9178,
     "server": 21593,
     "serving": 11,
     "tests": 282545,
