@@ -30,7 +30,6 @@ from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler
-from hf_slospec.tree.tree import TokenTree
 from tests.support.policy_costs import NO_TIME, begun, costs, late, plan_of, requests_of
 from tests.support.toys.engine import policy_of, run
 from tests.support.toys.models import (
@@ -154,6 +153,16 @@ def test_auto_goes_deep_with_a_draft_that_is_always_right():
     assert request.metrics().expected_tokens == pytest.approx(199, rel=0.1)
 
 
+def run_step(policy, requests, conditional, is_accepted=True):
+    """Run a step that drafts chains, of which all nodes or none are accepted; return its plan."""
+    step, plan = begun(policy, requests)
+    drafting = requests if plan.drafting is None else plan.drafting
+    depths = [plan.depth if request in drafting else 0 for request in requests]
+    step.select([chain(*[conditional] * depth) for depth in depths], plan)
+    step.observe([range(1, depth + 1) if is_accepted else [] for depth in depths], NO_TIME)
+    return plan
+
+
 def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay():
     """Drafting for all would have the draft read everybody's prompts, for nothing."""
     config = SLOSpecConfig(max_depth=4, max_width=1)
@@ -161,17 +170,9 @@ def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay():
     requests = requests_of(20)
     looks = list[int]()
     for _ in range(200):
-        step, plan = begun(policy, requests)
-        drafting = requests if plan.drafting is None else plan.drafting
-        useless = [0.01] * plan.depth  # and refused
-        trees = [
-            chain(*useless) if plan.depth and r in drafting else TokenTree.root_only(0)
-            for r in requests
-        ]
-        step.select(trees, plan)
-        step.observe([[] for _ in requests], NO_TIME)
+        plan = run_step(policy, requests, 0.01, is_accepted=False)
         if plan.depth:
-            looks.append(len(drafting))
+            looks.append(len(plan.drafting or requests))
     assert set(looks) == {20, PROBED_REQUESTS} and looks == sorted(looks, reverse=True)
     assert looks.count(PROBED_REQUESTS) > 1
 
@@ -188,18 +189,9 @@ def test_auto_learns_from_a_few_as_from_all():
         experience.depths.num_observed = 99
         policy = new_policy(config, costs(1e-6, 1e-6), experience)
         requests = requests_of(number)
-        step, plan = begun(policy, requests)
-        while not plan.depth:
-            step.select([TokenTree.root_only(0)] * number, plan)
-            step.observe([[] for _ in requests], NO_TIME)
-            step, plan = begun(policy, requests)
+        while not (plan := run_step(policy, requests, 0.9)).depth:
+            pass
         assert plan.drafting is not None and len(plan.drafting) == PROBED_REQUESTS
-        trees = [
-            chain(0.9, 0.8) if request in plan.drafting else TokenTree.root_only(0)
-            for request in requests
-        ]
-        step.select(trees, plan)
-        step.observe([[1] if request in plan.drafting else [] for request in requests], NO_TIME)
         found.append(experience.depths.mass[:3, 0].tolist())
     assert found[0] == pytest.approx(found[1]) and found[0][2] > 0.5
 
@@ -275,14 +267,6 @@ def test_what_is_still_to_be_learned_keeps_no_request_alive():
     assert history.depths.num_observed == now + 1
 
 
-def accept_whole_chains(policy, requests):
-    """Run a step whose chains are accepted whole; return its depth."""
-    step, plan = begun(policy, requests)
-    step.select([chain(*[0.99] * plan.depth) for _ in requests], plan)
-    step.observe([range(1, plan.depth + 1) for _ in requests], NO_TIME)
-    return plan.depth
-
-
 @pytest.mark.parametrize(
     ("due_s", "num_levels"), [(float("inf"), 4), (1.25, 4), (1.12, 2), (1.04, 0)], ids=str
 )
@@ -294,7 +278,7 @@ def test_drafts_leave_time_for_first_tokens_that_are_due(due_s, num_levels):
     policy = new_policy(config, step_costs, history)
     requests = requests_of(2)
     for _ in range(40):
-        accept_whole_chains(policy, requests)
+        run_step(policy, requests, 0.99)
     step_costs.first_tokens.begin(due_s, None)
     _, plan = begun(policy, requests)
     assert plan.depth == num_levels
@@ -312,6 +296,6 @@ def test_steps_are_shorter_where_requests_with_tight_ttft_slos_arrive():
         step_costs.first_tokens.arrived(ttft_slo_s, 1)
         for _ in range(60):
             step_costs.first_tokens.begin(float("inf"), lambda num_tokens: 1.0 + 0.0 * num_tokens)
-            depth = accept_whole_chains(policy, requests)
-        depths.append(depth)
+            plan = run_step(policy, requests, 0.99)
+        depths.append(plan.depth)
     assert depths[0] == depths[1] == 4 > depths[2] > 0
