@@ -133,9 +133,7 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
             span.staged_positions[:num_staged],
         )
         begin = end
-    is_seen = visible_keys[:, :num_earlier].any(
-        0
-    )  # NaN in other slots would not be kept out by the mask
+    is_seen = visible_keys[:, :num_earlier].any(0)  # a mask would not keep out NaN in other slots
     is_gathered = F.pad(is_seen, (0, num_tokens), value=True)
     slots.append(plan_own(batch).slots)
     return GatheredPlan(
