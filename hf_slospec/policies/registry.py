@@ -55,10 +55,14 @@ def register(*policies: type[NamedPolicy]) -> None:
         InvalidInputError: another class has the name.
     """
     for policy in policies:
-        known = _POLICIES.setdefault(policy.name, policy)
-        if (known.__module__, known.__qualname__) != (policy.__module__, policy.__qualname__):
+        registered = _POLICIES.setdefault(policy.name, policy)
+        if (registered.__module__, registered.__qualname__) != (
+            policy.__module__,
+            policy.__qualname__,
+        ):
             raise InvalidInputError(
-                f"policy {policy.name!r} is {known.__module__}.{known.__qualname__} already; choose another name"
+                f"policy {policy.name!r} is {registered.__module__}.{registered.__qualname__} already; choose another "
+                "name"
             )
         _POLICIES[policy.name] = policy
 
@@ -136,5 +140,6 @@ def roofline_tokens(costs: StepCosts) -> int:
 
 def _times_s(costs: StepCosts) -> FloatArray:
     """Return the seconds of verify steps of 1, 2, ... tokens.  -> [MAX_BUDGET] f64"""
-    times_s: FloatArray = np.maximum.accumulate(costs.verify_s(np.arange(1, MAX_BUDGET + 1)))
-    return times_s  # corrections by size may break monotonicity, hence the maximum
+    return np.maximum.accumulate(
+        costs.verify_s(np.arange(1, MAX_BUDGET + 1))
+    )  # corrections by size may break monotonicity, hence the maximum

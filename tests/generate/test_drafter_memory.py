@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_slospec import Request, RequestParams, SLOSpecGenerator
-from hf_slospec.drafters.features import FeatureDrafter, FeatureQueue
+from hf_slospec import SLOSpecGenerator
+from hf_slospec.drafters.features import FeatureDrafter, WaitingFeatures
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.model.packed_model import PackedModel
@@ -172,7 +172,7 @@ def test_features_that_find_no_memory_are_missing_and_nothing_else(tmp_path, mon
     prompts = prompts_of(2)
     num_calls = 0
     expected = expected_of(generator.model, prompts)
-    add = FeatureQueue.add
+    add = WaitingFeatures.add
 
     def fails_at_times(queue, *arguments):
         nonlocal num_calls
@@ -181,7 +181,7 @@ def test_features_that_find_no_memory_are_missing_and_nothing_else(tmp_path, mon
             raise torch.OutOfMemoryError("CUDA out of memory")
         add(queue, *arguments)
 
-    monkeypatch.setattr(FeatureQueue, "add", fails_at_times)
+    monkeypatch.setattr(WaitingFeatures, "add", fails_at_times)
     assert served(generator, prompts) == expected
     assert num_calls > 5
 
@@ -208,15 +208,9 @@ def test_features_and_kv_are_counted(tmp_path, monkeypatch):
 
 
 def test_features_that_wait_do_not_keep_those_of_a_whole_step():
-    queue = FeatureQueue()
+    waiting = WaitingFeatures()
     step = torch.zeros(600, 8)
     for index in range(3):
-        queue.add(Request(index, RequestParams([1, 2, 3], 5)), 0, step[index : index + 1])
-    held = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in _parts(queue)
-    }
-    assert sum(held.values()) == queue.num_bytes == 3 * 8 * 4
-
-
-def _parts(queue):
-    return [part for own in queue._waiting.values() for part in own.parts]
+        waiting.add(index, step[index : index + 1])
+    held = sum(part.untyped_storage().nbytes() for part in waiting.parts)
+    assert held == waiting.num_bytes == 3 * 8 * 4

@@ -76,16 +76,6 @@ def test_positions_of_sampled_requests_are_ranked_by_their_noise():
         np.testing.assert_allclose(probs[place, depth], best.values.numpy(), rtol=1e-5)
 
 
-def test_first_candidates_of_a_head_that_knows_the_target_are_its_choices():
-    sampler = KnownNoise(2, seed=5)
-    logits = random_logits(2, 4, VOCAB)
-    tokens, _ = block_marginals(requests_with(sampler, 2), logits, 3)
-    noise = torch.stack(
-        [torch.stack([sampler.at(depth, place) for depth in range(4)]) for place in range(2)]
-    )
-    assert tokens[..., 0].tolist() == (logits.softmax(-1) / noise).argmax(-1).tolist()
-
-
 def test_processors_that_read_the_text_get_the_first_candidates():
     seen: list[list[int]] = []
 

@@ -213,28 +213,18 @@ def test_assistants_are_recognised_by_their_type():
 
 
 @pytest.mark.parametrize(
-    ("assistant", "match"),
+    ("target", "assistant", "match"),
     [
-        (dict(backbone_hidden_size=48), "hidden states of size 48 and the target has 32"),
-        (dict(vocab_size=12), "vocabulary of 12"),
-        (
-            dict(global_head_dim=32),
-            r"'full_attention' have \(2, 32\) K/V heads .* and \(2, 16\) in the target",
-        ),
-        (dict(num_key_value_heads=4), r"'sliding_attention' have \(4, 8\)"),
+        (tiny_target, lambda: tiny_assistant(backbone_hidden_size=48), "of size 48 and the target has 32"),
+        (tiny_target, lambda: tiny_assistant(vocab_size=12), "vocabulary of 12"),
+        (tiny_target, lambda: tiny_assistant(global_head_dim=32),
+         r"'full_attention' have \(2, 32\) K/V heads .* and \(2, 16\) in the target"),
+        (tiny_target, lambda: tiny_assistant(num_key_value_heads=4), r"'sliding_attention' have \(4, 8\)"),
+        (lambda: tiny_model("llama"), tiny_assistant, "'sliding_attention' and the target caches K/V of none"),
+        (tiny_target, lambda: tiny_assistant().bfloat16(), "bfloat16"),
+        (tiny_target, lambda: tiny_assistant().to("meta"), "on meta"),
     ],
-)
-def test_assistants_of_other_targets_are_refused(assistant, match):
+)  # fmt: skip
+def test_assistants_of_other_targets_are_refused(target, assistant, match):
     with pytest.raises(IncompatibleDraftError, match=match):
-        SLOSpecGenerator(tiny_target(), tiny_assistant(**assistant))
-
-
-def test_targets_that_cannot_share_are_refused():
-    with pytest.raises(
-        IncompatibleDraftError, match="'sliding_attention' and the target caches K/V of none"
-    ):
-        SLOSpecGenerator(tiny_model("llama"), tiny_assistant())
-    with pytest.raises(IncompatibleDraftError, match="bfloat16"):
-        SLOSpecGenerator(tiny_target(), tiny_assistant().bfloat16())
-    with pytest.raises(IncompatibleDraftError, match="on meta"):
-        SLOSpecGenerator(tiny_target(), tiny_assistant().to("meta"))
+        SLOSpecGenerator(target(), assistant())
