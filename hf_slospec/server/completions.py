@@ -4,7 +4,6 @@ answer.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -20,8 +19,8 @@ from hf_slospec.batcher.texts import Detokenizer
 from hf_slospec.server.answers import Answer, AnswerForm, slo_headers
 from hf_slospec.server.bodies import ChatBody, CompletionBody, ForeignBody, SamplingBody
 from hf_slospec.server.chat_templates import ChatTemplates
-from hf_slospec.server.choices import Choice, Echo, Piece, PromptOnly, merged
-from hf_slospec.server.engine import Decoding, Order
+from hf_slospec.server.choices import Choice, Piece, merged
+from hf_slospec.server.engine import Order
 from hf_slospec.server.limits import ContextOverflowError
 from hf_slospec.server.messages import CallParts, Parser, PlainParts, TemplateParts
 from hf_slospec.server.orders import (
@@ -127,10 +126,9 @@ class Completions:
                 for prompt in prompts
             ]
             for orders in per_prompt_orders:
-                echo = self._echo(body)
                 for order in orders:
                     order = replace(order, request_id=answer.id, client=request.state.client)
-                    choices.append(await self._choice(len(choices), order, body, echo, in_pool))
+                    choices.append(await self._choice(len(choices), order, body, in_pool))
             if not body.stream:
                 return await self._whole(answer, merged(choices), choices, in_pool)
         except BaseException:
@@ -139,7 +137,7 @@ class Completions:
         return _Stream(self._events(answer, merged(choices), choices, in_pool), choices)
 
     async def _choice(
-        self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool
+        self, index: int, order: Order, body: SamplingBody, in_pool: InPool
     ) -> Choice:
         parser: Parser = PlainParts()
         template = self.engine.response_template
@@ -149,43 +147,26 @@ class Completions:
             template is not None and isinstance(body, ChatBody) and body.json_schema is None
         ):  # JSON is all content
             parser = await in_pool(self._parser, template, order.prompt, body)
-        skips = body.skip_special_tokens
+        arguments: dict[str, Any] = {"skip_special_tokens": body.skip_special_tokens}
         hidden = body.stop_token_ids or []
         if isinstance(
             parser, TemplateParts
         ):  # response templates match the texts of special tokens
-            skips = False
+            arguments["skip_special_tokens"] = False
             hidden = end_tokens(body, self.engine.generation_config)
-        wants_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
-        order = replace(order, arguments=order.arguments | {"skip_special_tokens": skips})
+        has_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
+        echoes = isinstance(body, CompletionBody) and body.echo
+        if echoes and has_offsets:
+            arguments["prompt_logprobs"] = order.arguments["logprobs"]
+        is_prompt_only = not order.arguments["max_new_tokens"]
+        if is_prompt_only:
+            arguments["max_new_tokens"] = 1  # the least that the engine decodes
+        order = replace(order, arguments=order.arguments | arguments)
         return Choice(
-            index, await self._decoding(order, echo), order.prompt, self._texts[skips], in_pool,
-            body.stop_strings, hidden, body.include_stop_str_in_output, echo, parser, wants_offsets, body.min_tokens,
+            index, await self.engine.submit(order), order.prompt,
+            self._texts[arguments["skip_special_tokens"]], in_pool, body.stop_strings, hidden,
+            body.include_stop_str_in_output, echoes, is_prompt_only, parser, has_offsets, body.min_tokens,
         )  # fmt: skip
-
-    async def _decoding(self, order: Order, echo: Echo | None) -> Decoding:
-        """Submit an order, and return its decoding; one that wants no tokens only scores its
-        prompt.
-        """
-        arguments = order.arguments
-        scores_prompt = echo is not None and echo.is_first()
-        if scores_prompt:
-            arguments = arguments | {"prompt_logprobs": arguments["logprobs"]}
-        if arguments["max_new_tokens"]:
-            return await self.engine.submit(replace(order, arguments=arguments))
-        if not scores_prompt:
-            return PromptOnly(order.prompt, None)
-        arguments = arguments | {
-            "max_new_tokens": 1
-        }  # the engine decodes at least one token; it is not shown
-        return PromptOnly(
-            order.prompt, await self.engine.submit(replace(order, arguments=arguments))
-        )
-
-    def _echo(self, body: SamplingBody) -> Echo | None:
-        if not isinstance(body, CompletionBody) or not body.echo:
-            return None
-        return Echo(None if body.logprobs is None else asyncio.get_running_loop().create_future())
 
     def _parser(self, template: dict[str, Any], prompt: list[int], body: ChatBody) -> TemplateParts:
         return TemplateParts(
