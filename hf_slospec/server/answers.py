@@ -10,11 +10,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hf_slospec.model.sampling import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.server.bodies import SamplingBody, StreamOptions
+from hf_slospec.server.chats import ChatBody
 from hf_slospec.server.choices import Choice, Piece
 from hf_slospec.server.messages import Parts
 
@@ -62,23 +63,20 @@ def named_event(body: dict[str, Any]) -> str:
 DONE = "data: [DONE]\n\n"
 
 
-@dataclass
 class Answer:
-    """Answer to one request: its id and model, and the options that decide which fields it has."""
+    """Answer to a completion or chat."""
 
-    model: str
-    is_chat: bool
-    token_bytes: Callable[
-        [int], bytes
-    ]  # UTF-8 bytes of one token id, which may be part of a character
-    wants_logprobs: bool = False
-    includes_usage: bool = False  # in the last chunk of a stream
-    has_continuous_usage: bool = False  # in every chunk of a stream
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        self.id = self.id or f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    def __init__(self, model: str, body: SamplingBody, token_bytes: Callable[[int], bytes]):
+        """``token_bytes`` returns the UTF-8 bytes of a token id, which may be part of a character."""
+        self.model = model
+        self.is_chat = isinstance(body, ChatBody)
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.wants_logprobs = body.num_top_logprobs is not None
+        self._created_s = int(time.time())
+        self._token_bytes = token_bytes
+        options = body.stream_options or StreamOptions()
+        self._has_continuous_usage = options.continuous_usage_stats
+        self._includes_usage = options.include_usage or options.continuous_usage_stats
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of a request that is not streamed; ``pieces`` has the whole output of
@@ -101,13 +99,13 @@ class Answer:
         body: dict[str, Any] = {
             "choices": [self._choice(piece, "delta", role | _delta(piece.parts))]
         }
-        if self.includes_usage:
-            body["usage"] = usage(choices) if self.has_continuous_usage else None
+        if self._includes_usage:
+            body["usage"] = usage(choices) if self._has_continuous_usage else None
         return event(self._chunk(body))
 
     def end(self, choices: Sequence[Choice]) -> str:
         """Return the last chunk of a stream with ``include_usage``, and the end."""
-        if not self.includes_usage:
+        if not self._includes_usage:
             return DONE
         return event(self._chunk({"choices": []} | self._totals(choices))) + DONE
 
@@ -127,7 +125,7 @@ class Answer:
         return {"usage": final, "metrics": final["metrics"]}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self._created_s, "model": self.model}
 
     def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | body
@@ -156,7 +154,7 @@ class Answer:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.token_bytes(token)
+        data = self._token_bytes(token)
         return {
             "token": data.decode(errors="backslashreplace"),
             "logprob": _finite(logprob),
@@ -181,7 +179,7 @@ class Answer:
 
     def _name(self, token: int) -> str:
         """Return the text of a token, or OpenAI's form for part of a character."""
-        data = self.token_bytes(token)
+        data = self._token_bytes(token)
         try:
             return data.decode()
         except UnicodeDecodeError:

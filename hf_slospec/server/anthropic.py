@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
-from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
+from hf_slospec.server.bodies import ClosedModel, CommonBody
+from hf_slospec.server.chats import ChatBody, ForeignBody
 from hf_slospec.server.choices import Choice
 
 PATH = "/v1/messages"

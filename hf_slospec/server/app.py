@@ -17,17 +17,11 @@ from hf_slospec.batcher.stats import Collector, with_labels
 from hf_slospec.server.access import OwnPagesOnly, ServerSettings
 from hf_slospec.server.answers import SLO_ANSWER_HEADERS, event
 from hf_slospec.server.anthropic import PATH, CountTokensBody, MessagesBody, anthropic_error
-from hf_slospec.server.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    LoadBody,
-    TokenizeBody,
-)
+from hf_slospec.server.bodies import CompletionBody, DetokenizeBody, LoadBody
 from hf_slospec.server.chat_templates import ChatTemplates
+from hf_slospec.server.chats import ChatBody, TokenizeBody
 from hf_slospec.server.completions import Completions
 from hf_slospec.server.engine import ServedEngine
-from hf_slospec.server.orders import chat_prompt
 from hf_slospec.server.reading import (
     Fault,
     RequestReader,
@@ -54,7 +48,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         dependencies=[Depends(check_framing)],
     )  # fmt: skip
     reader = RequestReader(engine, settings)
-    templates = ChatTemplates(settings.special_tokens)
+    templates = ChatTemplates(engine, settings.bounds, settings.special_tokens)
     schemas = SchemaCheck(settings.bounds)
     completions = Completions(reader, templates, schemas)
     small = _SmallEndpoints(reader, templates, schemas)
@@ -159,10 +153,10 @@ class _SmallEndpoints:
     def _tokenized(self, body: TokenizeBody) -> Response:
         tokenizer = self.engine.tokenizer
         if body.messages is not None:
-            token_ids = chat_prompt(
-                body.messages, self.engine, self.reader.bounds, self.templates,
-                add_generation_prompt=body.add_generation_prompt,
-            ).tokens  # fmt: skip
+            chat = ChatBody(
+                messages=body.messages, add_generation_prompt=body.add_generation_prompt
+            )
+            token_ids = self.templates.prompt(chat).tokens
         else:
             token_ids = tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)[
                 "input_ids"
@@ -252,31 +246,28 @@ class _SmallEndpoints:
 
         prefix = self.settings.metrics_prefix
         pools = {"work": self.engine.work, "schemas": self.schemas.slots}
-        for name, text, label, counts in (
-            ("requests_refused", "Requests above a limit.", "limit", self.reader.refused),
-            (
-                "requests_by_objective",
-                "Requests with a gateway's objective.",
-                "objective",
-                self.reader.objectives,
-            ),
-        ):
-            counted = CounterMetricFamily(prefix + name, text, labels=[label])
+        rows: list[tuple[Any, str, str, str, dict[str, int]]] = [
+            (kind, name.replace("num_", "pool_jobs_"), text, "pool",
+             {pool: getattr(slots, name) for pool, slots in pools.items()})
+            for kind, name, text in (
+                (GaugeMetricFamily, "num_running", "Jobs that prepare requests now."),
+                (GaugeMetricFamily, "num_waiting", "Jobs that wait to begin."),
+                (CounterMetricFamily, "num_refused", "Jobs refused as too many waited."),
+                (CounterMetricFamily, "num_dropped", "Jobs dropped as their client left."),
+            )
+        ]  # fmt: skip
+        for kind, name, text, label, counts in (
+            (CounterMetricFamily, "requests_refused", "Requests above a limit.", "limit", self.reader.refused),
+            (CounterMetricFamily, "requests_by_objective", "Requests with a gateway's objective.", "objective",
+             self.reader.objectives),
+            *rows,
+        ):  # fmt: skip
+            family = kind(prefix + name, text, labels=[label])
             for value, count in counts.items():
-                counted.add_metric([value], count)
-            yield counted
+                family.add_metric([value], count)
+            yield family
         for name, text in (
             ("clients_left", "Requests whose client left before their answer began."),
             ("readers_cut", "Connections that were closed because nothing was read."),
         ):
             yield CounterMetricFamily(prefix + name, text, value=self.reader.counts[name])
-        for kind, name, text in (
-            (GaugeMetricFamily, "num_running", "Jobs that prepare requests now."),
-            (GaugeMetricFamily, "num_waiting", "Jobs that wait to begin."),
-            (CounterMetricFamily, "num_refused", "Jobs refused as too many waited."),
-            (CounterMetricFamily, "num_dropped", "Jobs dropped as their client left."),
-        ):
-            family = kind(prefix + name.replace("num_", "pool_jobs_"), text, labels=["pool"])
-            for pool, slots in pools.items():
-                family.add_metric([pool], getattr(slots, name))
-            yield family

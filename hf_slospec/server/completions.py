@@ -17,20 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from hf_slospec.batcher.texts import Detokenizer
 from hf_slospec.server.answers import Answer, AnswerForm, slo_headers
-from hf_slospec.server.bodies import ChatBody, CompletionBody, ForeignBody, SamplingBody
-from hf_slospec.server.chat_templates import ChatTemplates
+from hf_slospec.server.bodies import CompletionBody, SamplingBody
+from hf_slospec.server.chat_templates import ChatTemplates, PromptInputs
+from hf_slospec.server.chats import ChatBody, ForeignBody
 from hf_slospec.server.choices import Choice, Piece, merged
 from hf_slospec.server.engine import Order
-from hf_slospec.server.limits import ContextOverflowError
 from hf_slospec.server.messages import CallParts, Parser, PlainParts, TemplateParts
-from hf_slospec.server.orders import (
-    PromptInputs,
-    chat_prompt,
-    end_tokens,
-    num_top_logprobs,
-    order_of,
-    prompt_of,
-)
+from hf_slospec.server.orders import end_tokens, order_of, prompt_of
 from hf_slospec.server.reading import RequestReader, fault_of, while_connected
 from hf_slospec.server.schemas import SchemaCheck
 
@@ -55,13 +48,7 @@ class Completions:
 
         async def answer(request: Request) -> Response:
             body = await self.reader.read(request, kind)
-            try:
-                return await self._answer_chat(
-                    request, body.chat, body.answer(self.form(body.chat))
-                )
-            except ContextOverflowError as error:
-                error.args = (f"{error}{body.overflow_note}",)
-                raise
+            return await self._answer_chat(request, body.chat, body.answer(self.form(body.chat)))
 
         return answer
 
@@ -69,7 +56,7 @@ class Completions:
         """Return an endpoint that counts the tokens of an input."""
 
         def count(chat: ChatBody) -> Response:
-            return JSONResponse({"input_tokens": len(self.chat_inputs(chat).tokens)})
+            return JSONResponse({"input_tokens": len(self.templates.prompt(chat).tokens)})
 
         async def answer(request: Request) -> Response:
             body = await self.reader.read(request, kind)
@@ -80,18 +67,8 @@ class Completions:
         return answer
 
     async def _answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
-        prompts = [partial(self.chat_inputs, body)]
+        prompts = [partial(self.templates.prompt, body)]
         return await while_connected(request.receive, self._answer(request, body, prompts, answer))
-
-    def chat_inputs(self, body: ChatBody) -> PromptInputs:
-        return chat_prompt(
-            body.messages, self.engine, self.reader.bounds, self.templates,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            tools=body.shown_tools,
-            template_kwargs=body.chat_template_kwargs,
-            reasoning_effort=body.reasoning_effort,
-        )  # fmt: skip
 
     async def complete(self, request: Request) -> Response:
         body = await self.reader.read(request, CompletionBody)
@@ -101,11 +78,7 @@ class Completions:
         )
 
     def form(self, body: SamplingBody) -> Answer:
-        return Answer(
-            self.reader.settings.model_name, isinstance(body, ChatBody), self._texts[False].token_bytes,
-            num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
-            body.options.continuous_usage_stats,
-        )  # fmt: skip
+        return Answer(self.reader.settings.model_name, body, self._texts[False].token_bytes)
 
     async def _answer(
         self,

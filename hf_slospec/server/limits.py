@@ -9,14 +9,8 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from hf_slospec.errors import InputModel, InvalidInputError
-from hf_slospec.server.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    Message,
-    SamplingBody,
-    TokenizeBody,
-)
+from hf_slospec.server.bodies import CompletionBody, DetokenizeBody, SamplingBody
+from hf_slospec.server.chats import ChatBody, Message, TokenizeBody
 from hf_slospec.server.work import Work
 
 # UTF-8 bytes; texts in few languages and hardly any code have so many per token
@@ -153,15 +147,13 @@ class RequestLimits(InputModel):
         if isinstance(body, CompletionBody):
             self.check("prompts", len(body.prompts), "prompt", "prompts")
             self.check("choices", body.n * len(body.prompts), "n", "choices of all prompts")
-            self.check("top_logprobs", body.logprobs or 0, "logprobs", "tokens at each position")
+            self._check_logprobs(body, "logprobs")
             for prompt in body.prompts:
                 if isinstance(prompt, str):
                     self.check_prompt(prompt, max_len)
         elif isinstance(body, ChatBody):
             self.check("choices", body.n, "n", "choices")
-            self.check(
-                "top_logprobs", body.top_logprobs or 0, "top_logprobs", "tokens at each position"
-            )
+            self._check_logprobs(body, "top_logprobs")
             self._check_messages(
                 body.messages, [body.tools, body.chat_template_kwargs], max_len, body.prompt_field
             )
@@ -186,6 +178,9 @@ class RequestLimits(InputModel):
         self.check("stop_token_ids", len(body.stop_token_ids or ()), "stop_token_ids", "token ids")
         self.check("logit_bias", len(body.logit_bias or ()), "logit_bias", "token ids")
         self.check("salt_chars", len(body.cache_salt), "cache_salt", "characters")
+
+    def _check_logprobs(self, body: SamplingBody, field: str) -> None:
+        self.check("top_logprobs", body.num_top_logprobs or 0, field, "tokens at each position")
 
     def _check_messages(
         self,

@@ -33,7 +33,8 @@ from hf_slospec.errors import (
 )
 from hf_slospec.server.access import ServerSettings, Tenant
 from hf_slospec.server.answers import error_body
-from hf_slospec.server.bodies import ForeignBody, SamplingBody
+from hf_slospec.server.bodies import SamplingBody
+from hf_slospec.server.chats import ForeignBody
 from hf_slospec.server.engine import ServedEngine
 from hf_slospec.server.limits import CONTEXT_CODE, ContextOverflowError, LimitError
 from hf_slospec.server.options import Objective
@@ -107,7 +108,7 @@ class RequestReader:
         header = (
             request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
         )
-        request.state.tenant = self.settings.tenant(header, self.settings.secret)
+        request.state.tenant = self.settings.tenant(header)
         if request.state.tenant is None:
             raise Fault(
                 401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key",

@@ -14,14 +14,21 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
-from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
+from hf_slospec.server.bodies import ClosedModel, CommonBody
+from hf_slospec.server.chats import ChatBody, ForeignBody, check_data_url
 from hf_slospec.server.choices import Choice, Piece
-from hf_slospec.server.image_urls import check_data_url
 
 # Types of parts, and of their events, by kind of block.
 TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
 LOGPROBS = "message.output_text.logprobs"
 ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
+
+# Fields of a request that its response repeats, with their values where they are left out.
+ECHOED: dict[str, Any] = {
+    "instructions": None, "max_output_tokens": None, "parallel_tool_calls": True, "metadata": {}, "user": None,
+    "text": {"format": {"type": "text"}}, "reasoning": {"effort": None, "summary": None},
+    "temperature": None, "top_p": None, "truncation": "disabled", "top_logprobs": 0,
+}  # fmt: skip
 
 
 class InputText(ClosedModel):
@@ -253,11 +260,6 @@ class ResponsesBody(CommonBody, ForeignBody):
             fields["reasoning_effort"] = self.reasoning.effort
         return InputChat.model_validate(fields)
 
-    @property
-    def overflow_note(self) -> str:
-        is_auto = self.truncation == "auto"
-        return " This server drops no items from the input (truncation)." if is_auto else ""
-
     def answer(self, form: Answer) -> ResponseAnswer:
         return ResponseAnswer(self, form)
 
@@ -360,22 +362,13 @@ class ResponseAnswer(BlockAnswer):
         return self.finish_reason == "length"
 
     def _response(self, status: str) -> dict[str, Any]:
-        request = self._request
-        dumped = request.model_dump(
-            by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"}
-        )
+        names = {*ECHOED, "tools", "tool_choice"}
+        echoed = self._request.model_dump(by_alias=True, exclude_none=True, include=names)
         return {
             "id": self.id, "object": "response", "created_at": self._created_s, "model": self.model,
             "status": status, "error": None, "incomplete_details": None, "output": list(self.blocks),
-            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
-            "tools": dumped["tools"], "tool_choice": dumped["tool_choice"],
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "text": {"format": {"type": "text"}} | dumped.get("text", {}),
-            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
-            "temperature": request.temperature, "top_p": request.top_p, "metadata": request.metadata or {},
-            "user": request.user, "store": False, "previous_response_id": None, "background": False,
-            "truncation": request.truncation or "disabled", "top_logprobs": request.top_logprobs or 0, "usage": None,
-        }  # fmt: skip
+            "store": False, "previous_response_id": None, "background": False, "usage": None,
+        } | ECHOED | echoed  # fmt: skip
 
     def _numbered(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._number += 1

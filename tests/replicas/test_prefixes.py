@@ -58,7 +58,7 @@ def test_prefixes_are_known_by_the_salts_of_their_keys():
     index = PrefixIndex()
     prompt = list(range(64))
     options = ServerSettings(model_name="tiny", api_keys={"one": SLOLimits(), "other": SLOLimits()})
-    one, other = (options.tenant(f"Bearer {key}", options.secret) for key in ("one", "other"))
+    one, other = (options.tenant(f"Bearer {key}") for key in ("one", "other"))
     assert one is not None and other is not None
     index.record("replica", prompt, one.salt(""))
     assert index.num_known(["replica"], prompt, one.salt("")) == [64]

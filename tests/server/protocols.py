@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from hf_slospec.server.anthropic import MessagesBody
-from hf_slospec.server.bodies import ChatBody
+from hf_slospec.server.chats import ChatBody
 from hf_slospec.server.responses import ResponsesBody
 
 TRANSLATED = (

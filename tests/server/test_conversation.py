@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_slospec import QueueFull, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
-from hf_slospec.server.bodies import Message
+from hf_slospec.server.chats import Message
 from tests.server.conftest import CHAT_TEMPLATE, KEY, Served, serving
 from tests.server.hostile.clients import wait_until_idle
 from tests.server.protocols import (
@@ -148,9 +148,11 @@ def test_replies_and_tool_results_can_be_sent_back(scripted):
         messages = [USER, *protocol.returned(reply, "sunny", "rainy")]
         body: Any = protocol.kind.model_validate(protocol.body(messages))
         _, turn, *results = [
-            message.for_template() for message in getattr(body, "chat", body).messages
+            message.for_template(int) for message in getattr(body, "chat", body).messages
         ]
-        assert (turn["content"].strip(), turn["reasoning_content"]) == ("I look.", REASONING)
+        content = turn["content"]
+        text = content if isinstance(content, str) else content[0]["text"]
+        assert (text.strip(), turn["reasoning_content"]) == ("I look.", REASONING)
         calls = turn["tool_calls"]
         assert [call["function"] for call in calls] == [
             {"name": "weather", "arguments": {"city": "Paris"}}
@@ -432,8 +434,9 @@ def test_blocks_become_messages_of_the_chat():
     )
     user, result, last = body.chat.messages
     assert user.num_images == 1
-    assert result.for_template() == {
-        "role": "tool", "tool_call_id": "call_2", "content": "which city?", "is_error": True,
+    assert result.for_template(int) == {
+        "role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "which city?"}],
+        "is_error": True,
     }  # fmt: skip
     assert last == Message(role="user", content=[{"type": "text", "text": "Well?"}])
     assert body.chat.shown_tools is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.model.sampling import TokenLogprobs
 from hf_slospec.server.answers import Answer
-from hf_slospec.server.bodies import Message
+from hf_slospec.server.chats import ChatBody, Message
 from hf_slospec.server.choices import Piece
 from hf_slospec.server.messages import (
     CallParts,
@@ -95,14 +95,14 @@ def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template():
     }
     broken = {"id": "2", "type": "function", "function": {"name": "weather", "arguments": "{"}}
     message = Message(role="assistant", content=None, tool_calls=[call, broken])  # type: ignore[call-arg]
-    shown = message.for_template()["tool_calls"]
+    shown = message.for_template(int)["tool_calls"]
     assert shown[0]["function"]["arguments"] == {"city": "Paris"} and shown[1] == broken
 
 
 def test_arguments_that_nest_too_deeply_stay_text():
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
     message = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[call-arg]
-    assert message.for_template()["tool_calls"] == [call]
+    assert message.for_template(int)["tool_calls"] == [call]
 
 
 TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}}]'
@@ -132,9 +132,8 @@ def test_call_that_is_cut_off_stays_text():
 
 
 def test_log_probabilities_of_a_response_are_those_of_its_text():
-    chat_form = Answer(
-        "tiny", True, lambda token: b"abcdefgh"[token : token + 1], wants_logprobs=True
-    )
+    chat = ChatBody(messages=[{"role": "user", "content": "x"}], logprobs=True)
+    chat_form = Answer("tiny", chat, lambda token: b"abcdefgh"[token : token + 1])
     body = ResponsesBody.model_validate({"input": "x", "include": ["message.output_text.logprobs"]})
     answer = ResponseAnswer(body, chat_form)
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from hf_slospec.server import anthropic, bodies, responses
-from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from hf_slospec.server import anthropic, bodies, chats, responses
+from hf_slospec.server.bodies import CompletionBody, DetokenizeBody
+from hf_slospec.server.chats import ChatBody, TokenizeBody
 from tests.server.conftest import serving
 from tests.server.protocols import USER
 from tests.server.scripted import Scripted
@@ -73,7 +74,7 @@ def test_null_is_the_default_of_every_optional_field(recorded, path):
 
 
 def test_no_model_of_bodies_takes_nulls_in_another_way():
-    for module in (bodies, anthropic, responses):
+    for module in (bodies, chats, anthropic, responses):
         for name, kind in vars(module).items():
             if (
                 isinstance(kind, type)
