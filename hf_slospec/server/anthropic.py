@@ -12,7 +12,7 @@ from pydantic import Field
 
 from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
 from hf_slospec.server.bodies import ClosedModel, CommonBody
-from hf_slospec.server.chats import ChatBody, ForeignBody
+from hf_slospec.server.chats import ChatBody, ForeignBody, function_tool, parts_of
 from hf_slospec.server.choices import Choice
 
 PATH = "/v1/messages"
@@ -72,11 +72,7 @@ class ToolUseBlock(_Block):
     @property
     def call(self) -> dict[str, Any]:
         arguments = json.dumps(self.input, ensure_ascii=False)
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": arguments},
-        }
+        return {"id": self.id} | function_tool(name=self.name, arguments=arguments)
 
 
 Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
@@ -94,17 +90,13 @@ class ToolResultBlock(_Block):
         message = {
             "role": "tool",
             "tool_call_id": self.tool_use_id,
-            "content": _parts(self.content),
+            "content": parts_of(self.content),
         }
         return message | ({"is_error": True} if self.is_error else {})
 
 
 def _joined(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
-
-
-def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [block.part for block in content]
 
 
 Block = Annotated[
@@ -127,7 +119,7 @@ class TurnMessage(ClosedModel):
         results = [block.message for block in self.content if isinstance(block, ToolResultBlock)]
         message: dict[str, Any] = {}
         if shown := [block for block in self.content if isinstance(block, TextBlock | ImageBlock)]:
-            message["content"] = _parts(shown)
+            message["content"] = parts_of(shown)
         if thinking := [
             block.thinking for block in self.content if isinstance(block, ThinkingBlock)
         ]:
@@ -150,8 +142,8 @@ class CustomTool(_Block):
     @property
     def tool(self) -> dict[str, Any]:
         fields = {"name": self.name, "description": self.description, "strict": self.strict}
-        function = {name: value for name, value in fields.items() if value is not None}
-        return {"type": "function", "function": function | {"parameters": self.input_schema}}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return function_tool(**given, parameters=self.input_schema)
 
 
 class ToolChoice(ClosedModel):
@@ -172,7 +164,7 @@ class NamedTool(ClosedModel):
 
     @property
     def choice(self) -> str | dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
+        return function_tool(name=self.name)
 
 
 class Thinking(ClosedModel):

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -161,6 +161,16 @@ def _without_cache_control(tool: dict[str, Any]) -> dict[str, Any]:
     if function := _function_of(tool):
         kept["function"] = _without_cache_control(function)
     return kept
+
+
+def function_tool(**fields: Any) -> dict[str, Any]:
+    """Return a tool, a choice of one, or a call, as chats have them."""
+    return {"type": "function", "function": fields}
+
+
+def parts_of(content: str | Sequence[Any]) -> str | list[dict[str, Any]]:
+    """Return a content of another API as that of a chat's message."""
+    return content if isinstance(content, str) else [each.part for each in content]
 
 
 class FunctionName(ClosedModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,22 +37,24 @@ def asked_slos(
     """
     slos: dict[str, Any] = {}
     for field, names in SLO_HEADERS.items():
-        slos[field] = getattr(body, field)
-        header = next(((name, headers[name]) for name in names if name in headers), None)
-        if slos[field] is None and header is not None:
-            name, text = header
-            try:
-                milliseconds = float(text)
-            except ValueError:
-                milliseconds = float("nan")
-            if not 0 < milliseconds < float("inf"):
-                raise InvalidInputError(
-                    f"header {name} must be a positive number of milliseconds, got {text!r}"
-                )
-            slos[field] = milliseconds / 1e3
-        if slos[field] is None:
-            slos[field] = getattr(objective, field)
+        value = getattr(body, field)
+        name = next((name for name in names if name in headers), None)
+        if value is None and name is not None:
+            value = _seconds_of(name, headers[name])
+        slos[field] = getattr(objective, field) if value is None else value
     return slos
+
+
+def _seconds_of(header: str, text: str) -> float:
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise InvalidInputError(
+            f"header {header} must be a positive number of milliseconds, got {text!r}"
+        )
+    return milliseconds / 1e3
 
 
 def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngine) -> PromptInputs:

@@ -224,21 +224,15 @@ class RequestReader:
 
 
 def _of_likeliest_types(faults: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Return faults with the paths of their fields; of types that a value may have, those that it
-    is most like.
+    """Return faults with the paths of their fields; of each field's, the deepest ones: those of the
+    type that the value is most like.
     """
-    shown = list[tuple[ErrorDetails, bool]]()
+    shown = [ErrorDetails(**(fault | {"loc": _fields(fault)})) for fault in faults]
     deepest = dict[tuple[int | str, ...], int]()
-    for fault in faults:
-        path = _fields(fault)
-        if is_of_a_type := path != fault["loc"]:
-            deepest[path[:1]] = max(deepest.get(path[:1], 0), len(path))
-        shown.append((ErrorDetails(**(fault | {"loc": path})), is_of_a_type))
-    return [
-        fault
-        for fault, of_type in shown
-        if not of_type or len(fault["loc"]) == deepest[fault["loc"][:1]]
-    ]
+    for fault in shown:
+        path = fault["loc"]
+        deepest[path[:1]] = max(deepest.get(path[:1], 0), len(path))
+    return [fault for fault in shown if len(fault["loc"]) == deepest[fault["loc"][:1]]]
 
 
 def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:

@@ -22,7 +22,8 @@ from hf_slospec.server.messages import (
     PlainParts,
     TemplateParts,
 )
-from hf_slospec.server.responses import ResponseAnswer, ResponsesBody
+from hf_slospec.server.response_events import ResponseAnswer
+from hf_slospec.server.responses import ResponsesBody
 from tests.server.scripted import ANSWER, QWEN
 
 PREFIX = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
