@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from rich.console import Console
 
 from hf_slospec.config import SLOSpecConfig
@@ -133,14 +133,14 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def settings_of(text: str, model: type[BaseModel] = SLOSpecConfig, field: str = "config") -> Any:
-    """Return the settings that the option of a field has as JSON; raises BadParameter if they are
+def settings_of(text: str, kind: Any, option: str) -> Any:
+    """Return the settings of this type that an option has as JSON; raises BadParameter if they are
     invalid.
     """
     try:
-        return model.model_validate_json(text)
+        return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        raise typer.BadParameter(f"{flag(field)}: {describe_validation_error(error)}") from error
+        raise typer.BadParameter(f"{option}: {describe_validation_error(error)}") from error
 
 
 def config_of(text: str, **given: Any) -> SLOSpecConfig:
@@ -150,11 +150,11 @@ def config_of(text: str, **given: Any) -> SLOSpecConfig:
     Raises:
         BadParameter: for invalid settings.
     """
-    settings: SLOSpecConfig = settings_of(text)
+    settings: SLOSpecConfig = settings_of(text, SLOSpecConfig, "--config")
     for field, value in given.items():
         if value is not None:
             text = json.dumps({**json.loads(text), field: value})
-            settings = settings_of(text, field=field)
+            settings = settings_of(text, SLOSpecConfig, flag(field))
     return settings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -362,14 +361,3 @@ def test_other_machines_need_a_password(options, environment, said, monkeypatch)
     monkeypatch.setattr(serve, "demo_generator", None)  # nothing is loaded
     result = CliRunner(env=environment | {"COLUMNS": "300"}).invoke(app, ["demo", *options])
     assert result.exit_code == 2 and said in result.output
-
-
-def test_the_command_says_that_gradio_is_missing(monkeypatch):
-    """Nothing is loaded before."""
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    result = CliRunner().invoke(app, ["demo", "--size", "tiny"])
-    assert result.exit_code == 1, result.output
-    assert (
-        "the demo needs gradio; install with: pip install" in result.output
-        and "[demo]" in result.output
-    )

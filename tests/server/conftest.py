@@ -17,7 +17,6 @@ import uvicorn
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
-from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import SLOLimits
 
 CHAT_TEMPLATE = (
@@ -60,7 +59,7 @@ def served(generator):
 @pytest.fixture(scope="session")
 def guarded(generator):
     keys = {KEY: SLOLimits(default_tpot=5.0), STRICT_KEY: SLOLimits(strictest_tpot=1.0)}
-    with serving(generator, api_keys=keys, bounds=RequestLimits(body_bytes=4096)) as made:
+    with serving(generator, api_keys=keys) as made:
         yield made
 
 

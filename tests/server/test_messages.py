@@ -5,7 +5,6 @@ say.
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from hf_slospec.server.choices import Piece
 from hf_slospec.server.messages import (
     CallParts,
     Parts,
-    PlainParts,
     TemplateParts,
 )
 from hf_slospec.server.response_events import ResponseAnswer
@@ -47,18 +45,6 @@ def parts_of(pieces, prefix=PREFIX):
     return found
 
 
-def test_an_answer_is_told_apart():
-    found = parts_of([ANSWER])
-    assert found.content.strip() == "I look." and found.content[0] == "I"
-    assert found.reasoning == "\nA city is\nneeded.\n"
-    assert [call["index"] for call in found.tool_calls] == [0, 1]
-    assert len({call["id"] for call in found.tool_calls}) == 2
-    for call in found.tool_calls:
-        assert call["function"]["name"] == "weather" and json.loads(
-            call["function"]["arguments"]
-        ) == {"city": "Paris"}
-
-
 @given(cuts=st.lists(st.integers(0, len(ANSWER)), max_size=12))
 def test_pieces_of_any_size_give_the_same(cuts):
     ends = [0, *sorted(cuts), len(ANSWER)]
@@ -82,10 +68,6 @@ def test_what_cannot_be_parsed_stays_text(text):
     for pieces in ([text], [text[:15], text[15:]], [f"Yes. {text[:5]}", *text[5:]]):
         found = parts_of(pieces)
         assert not found.tool_calls and found.content == "".join(pieces)
-
-
-def test_without_a_template_all_is_content():
-    assert PlainParts().push(ANSWER, True) == Parts(ANSWER)
 
 
 def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template():

@@ -7,10 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from hf_slospec.server.answers import error_body
-from hf_slospec.server.anthropic import anthropic_error
 from hf_slospec.server.reading import FAIRNESS_ID, OBJECTIVE
-from tests.server.conftest import KEY
 from tests.server.protocols import USER
 
 WEATHER: dict[str, Any] = {"name": "weather", "parameters": {"type": "object"}}
@@ -213,16 +210,6 @@ def test_status_and_message_of_other_refusals(served, status, said, method, path
     if path == "/v1/messages":
         kinds = {404: "not_found_error", 413: "request_too_large"}
         assert error["type"] == kinds.get(status, "invalid_request_error")
-
-
-def test_error_name_of_overload_and_limit_of_bodies(guarded):
-    assert (
-        anthropic_error(error_body("x", "service_unavailable_error"))["error"]["type"]
-        == "overloaded_error"
-    )
-    headers = {"Authorization": f"Bearer {KEY}"}
-    answer = post(guarded, COMPLETIONS, json={"prompt": "x" * 5000}, headers=headers)
-    assert answer.status_code == 413 and "4096 bytes" in answer.json()["error"]["message"]
 
 
 def test_openais_client_raises_its_own_errors(served):

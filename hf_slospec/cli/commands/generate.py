@@ -114,7 +114,12 @@ def generate(
                 handle = generator.submit(
                     [{"role": "user", "content": text}] if chat else text, **arguments
                 )
-                result = _streamed(handle, is_shown=json_path != "-")
+                for piece in handle:
+                    if json_path != "-":
+                        print(piece, end="", flush=True)
+                if json_path != "-":
+                    print(flush=True)
+                result = handle.result()
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
     console.print(summary(result.metrics), style="dim", highlight=False, soft_wrap=True)
@@ -141,16 +146,6 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if not text:
         raise typer.BadParameter("the prompt is empty; give at least one character")
     return text
-
-
-def _streamed(handle: RequestHandle, is_shown: bool) -> RequestResult:
-    """Print the text while it is decoded, and return the result."""
-    for piece in handle:
-        if is_shown:
-            print(piece, end="", flush=True)
-    if is_shown:
-        print(flush=True)
-    return handle.result()
 
 
 def summary(metrics: RequestMetrics) -> str:
