@@ -179,9 +179,8 @@ class Page:
             ]
             for event in (page.load, gr.Timer(REFRESH_S).tick):
                 event(self.refresh, [seen, policy], outputs, show_progress="hidden", queue=False)
-            set_policy = with_error_message(self.sessions.set_policy)
-            policy.input(set_policy, policy, None, concurrency_limit=None, show_progress="hidden")
-            add.click(with_error_message(self.add), persona, None, concurrency_limit=None)
+            handle(policy.input, self.sessions.set_policy, policy, show_progress="hidden")
+            handle(add.click, self.add, persona)
             page.unload(self.leave)
         return page
 
@@ -197,23 +196,14 @@ class Page:
                 start = gr.Button("Start again", size="sm", min_width=60)
                 stop = gr.Button("Stop", size="sm", min_width=60)
                 remove = gr.Button("Remove", size="sm", min_width=60)
-        change = with_error_message(
-            lambda *values: self.sessions.change(index, request_of(*values))
-        )
+
+        def change(*values: Any) -> None:
+            self.sessions.change(index, request_of(*values))
+
         for event in (start.click, controls.tpot_slo_ms.release, controls.has_slo.input):
-            event(change, controls.all, None, concurrency_limit=None, show_progress="hidden")
-        stop.click(
-            with_error_message(lambda: self.sessions.stop(index)),
-            None,
-            None,
-            concurrency_limit=None,
-        )
-        remove.click(
-            with_error_message(lambda: self.sessions.remove(index)),
-            None,
-            None,
-            concurrency_limit=None,
-        )
+            handle(event, change, controls.all, show_progress="hidden")
+        handle(stop.click, lambda: self.sessions.stop(index))
+        handle(remove.click, lambda: self.sessions.remove(index))
         return Panel(column, card, controls)
 
     def _own_panel(self) -> gr.HTML:
@@ -228,8 +218,8 @@ class Page:
                     stop = gr.Button("Stop", min_width=80, elem_id="own-stop")
             with gr.Column(min_width=330, elem_classes=["user", "yours"]):
                 card = gr.HTML(apply_default_css=False, elem_id="own-card")
-        write.click(with_error_message(self.ask), controls.all, None, concurrency_limit=None)
-        stop.click(with_error_message(self.stop_own), None, None, concurrency_limit=None)
+        handle(write.click, self.ask, controls.all)
+        handle(stop.click, self.stop_own)
         return card
 
     # ---- event handlers
@@ -287,7 +277,11 @@ def _panel_updates(view: View | None, html: str, seen: int | None) -> list[Any]:
     ]
 
 
-def with_error_message(handler: Callable[..., None]) -> Callable[..., None]:
+def handle(
+    event: Callable[..., Any], handler: Callable[..., None], inputs: Any = None, **options: Any
+) -> None:
+    """Call a handler at an event of a component; the page shows its errors."""
+
     @functools.wraps(handler)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
@@ -295,4 +289,4 @@ def with_error_message(handler: Callable[..., None]) -> Callable[..., None]:
         except SLOSpecError as error:
             raise gr.Error(str(error), duration=8, print_exception=False) from error
 
-    return run
+    event(run, inputs, None, concurrency_limit=None, **options)
