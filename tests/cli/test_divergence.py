@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from hf_slospec.cli import divergence
 from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
-OPTIONS: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=None)
+OPTIONS = dict(max_new_tokens=20, do_sample=False, eos_token_id=None)
 
 
 def padded_len(inputs):

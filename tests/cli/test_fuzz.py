@@ -9,8 +9,7 @@ import copy
 import inspect
 import os
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def _stop_before_work(patch):
     def stop(*_, **__):
         raise typer.Exit(0)
 
-    places: list[tuple[ModuleType | type, str]] = [
+    places = [
         (load, "inflate"), (benchmark.Bench, "__init__"), (profiling, "profile"),
         (checking, "check"), (check_module, "ModelCheck"), (uvicorn.Server, "run"), (training, "collect"),
     ]  # fmt: skip
@@ -143,7 +142,7 @@ configs = st.sampled_from(
         '{"prefill_chunk": 100000000000000}', '{"max_width": 64}', '{"policy": "sequoia", "max_depth": 30}',
     )
 )  # fmt: skip
-VALUES: dict[str, st.SearchStrategy[str]] = {  # of options whose type says too little
+VALUES = {  # of options whose type says too little
     "target": models,
     "assistant": models,
     "drafter": models
@@ -173,7 +172,7 @@ NOT_HERE = (("serve", "replicas"), ("profile", "compile"))  # start Ray, and a c
 
 def options_of(command):
     """Return the values of each option of a command; None for one that takes no value."""
-    found: dict[str, st.SearchStrategy[str] | None] = {}
+    found = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind, *info = get_args(parameter.annotation) or (None,)
         if info and isinstance(info[0], typer.models.OptionInfo):
@@ -186,7 +185,7 @@ def options_of(command):
     return found
 
 
-COMMANDS: dict[str, dict[str, Any]] = {
+COMMANDS = {
     (name := str(info.callback.__name__).replace("_", "-")): {
         option: values
         for option, values in options_of(info.callback).items()
@@ -219,7 +218,7 @@ def command_lines(draw):
 
 @fuzzed(25)
 @given(line=command_lines())
-def test_every_command_works_or_says_what_is_wrong(folder: Path, line: list[str]) -> None:
+def test_every_command_works_or_says_what_is_wrong(folder, line):
     _write_files(folder)
     result = RUN.invoke(app, line, input="x")
     if result.exception is not None and not isinstance(result.exception, SystemExit):

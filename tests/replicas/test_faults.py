@@ -10,7 +10,6 @@ import math
 import re
 import socket
 import time
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -220,7 +219,7 @@ def test_wrong_option_is_refused_by_name(wrong):
     ],
 )
 def test_proxies_of_other_machines_listen_only_where_they_can(host, location, monkeypatch):
-    started: dict[str, Any] = {}
+    started = {}
     monkeypatch.setattr(start.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(start.serve, "start", lambda *given: started.update(given=given))
     monkeypatch.setattr(start.serve, "run", lambda *_, **__: None)

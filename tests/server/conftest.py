@@ -6,7 +6,6 @@ import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import openai
@@ -87,7 +86,7 @@ class listening:  # noqa: N801  used like a function
         )  # for another server on the same port
         self.socket.bind(("127.0.0.1", port))
         self.socket.listen()  # connections wait until the server takes them
-        config: Any = uvicorn.Config(
+        config = uvicorn.Config(
             app, log_level="error", lifespan="off", timeout_graceful_shutdown=5, **options
         )
         self.server = uvicorn.Server(config)

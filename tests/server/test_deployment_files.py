@@ -10,7 +10,6 @@ import re
 import shlex
 import warnings
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import typer
@@ -33,10 +32,7 @@ SERVE_CONFIGS = {
 
 
 def dashboard():
-    found: dict[str, Any] = json.loads(
-        (FOLDER / "grafana-dashboard.json").read_text(encoding="utf-8")
-    )
-    return found
+    return json.loads((FOLDER / "grafana-dashboard.json").read_text(encoding="utf-8"))
 
 
 def expressions():
@@ -50,19 +46,18 @@ def options_of(command):
     left out.
     """
     assert command[0].split("/")[-1] == "python" and command[1:4] == PREFIX
-    serve: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    serve = typer.main.get_command(app).commands["serve"]
     arguments = [argument for argument in command[4:] if not argument.startswith("$")]
     known = {name for parameter in serve.params for name in parameter.opts}
     assert {argument for argument in arguments if argument.startswith("--")} <= known
-    found: dict[str, Any] = serve.make_context("serve", arguments).params
-    return found
+    return serve.make_context("serve", arguments).params
 
 
 def unit():
     parser = configparser.ConfigParser(
         interpolation=None, delimiters=("=",), comment_prefixes=("#",)
     )
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.optionxform = str
     parser.read_string((FOLDER / "hf_slospec.service").read_text(encoding="utf-8"))
     return parser
 
@@ -82,7 +77,7 @@ def instructions():
 def metrics(generator):
     """Labels by the names of all samples, once a request with SLOs has ended."""
     generator.submit("def main():", max_new_tokens=4, slo_tpot=1e3).result(60.0)
-    found: dict[str, set[str]] = defaultdict(set)
+    found = defaultdict(set)
     for family in generator.collector().collect():
         for sample in family.samples:
             found[sample.name] |= sample.labels.keys()

@@ -5,7 +5,6 @@ say.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,7 +24,7 @@ from hf_slospec.server.responses import ResponsesBody
 from tests.server.scripted import ANSWER, QWEN
 
 PREFIX = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
-TOOLS: list[dict[str, Any]] = [
+TOOLS = [
     {
         "type": "function",
         "function": {
@@ -77,14 +76,14 @@ def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template():
         "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
     }
     broken = {"id": "2", "type": "function", "function": {"name": "weather", "arguments": "{"}}
-    message = Message(role="assistant", content=None, tool_calls=[call, broken])  # type: ignore[call-arg]
+    message = Message(role="assistant", content=None, tool_calls=[call, broken])
     shown = message.for_template(int)["tool_calls"]
     assert shown[0]["function"]["arguments"] == {"city": "Paris"} and shown[1] == broken
 
 
 def test_arguments_that_nest_too_deeply_stay_text():
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
-    message = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[call-arg]
+    message = Message(role="assistant", content=None, tool_calls=[call])
     assert message.for_template(int)["tool_calls"] == [call]
 
 
@@ -121,7 +120,7 @@ def test_log_probabilities_of_a_response_are_those_of_its_text():
     answer = ResponseAnswer(body, chat_form)
 
     def add(tokens, parts, reason=None):
-        logprobs: list[Any] = [TokenLogprobs(-1.0, ()) for _ in tokens]
+        logprobs = [TokenLogprobs(-1.0, ()) for _ in tokens]
         answer.chunk(Piece(0, "", tokens, logprobs, reason, parts), (), False)
 
     add([0, 1], Parts(reasoning="ab"))

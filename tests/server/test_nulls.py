@@ -5,7 +5,6 @@ every endpoint.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -18,7 +17,7 @@ from tests.server.protocols import USER
 from tests.server.scripted import Scripted
 
 # The body of each endpoint, and its required fields.
-ENDPOINTS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+ENDPOINTS = {
     "/v1/chat/completions": (ChatBody, {"messages": [USER]}),
     "/v1/completions": (CompletionBody, {"prompt": "def main():"}),
     "/v1/responses": (responses.ResponsesBody, {"input": "pass"}),

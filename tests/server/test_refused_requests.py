@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import openai
 import pytest
 
 from hf_slospec.server.reading import FAIRNESS_ID, OBJECTIVE
 from tests.server.protocols import USER
 
-WEATHER: dict[str, Any] = {"name": "weather", "parameters": {"type": "object"}}
+WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": WEATHER}
 COMPLETIONS = "completions"
 CHATS = "chat/completions"
 RESPONSES = "responses"
 MESSAGES = "messages"
-VALID: dict[str, dict[str, Any]] = {
+VALID = {
     COMPLETIONS: {"prompt": "x"},
     CHATS: {"messages": [USER], "max_tokens": 2},
     RESPONSES: {"input": "x", "max_output_tokens": 2},
@@ -39,7 +37,7 @@ def allowed(mode, *names):
     }
 
 
-FORCED: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required"}
+FORCED = {"tools": [TOOL], "tool_choice": "required"}
 NONSENSE = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
 ASSISTANT = {
     "role": "assistant",
@@ -47,7 +45,7 @@ ASSISTANT = {
 }
 HUGE = 10**30
 # Field that the message or param names (and more words), the endpoint, and fields of the body.
-REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+REFUSED = [
     *(("prompt", COMPLETIONS, {"prompt": value}) for value in ("", [], [-1], 7, None, [HUGE], [True] * 500_000)),
     ("10000", COMPLETIONS, {"prompt": [10**6]}),
     ("prompt.1.1", COMPLETIONS, {"prompt": [[5], [6, "x"]]}),
@@ -182,7 +180,7 @@ def test_invalid_json_is_refused(served, content):
         assert answer.json()["error"]["message"]
 
 
-STATUSES: list[tuple[int, str, str, str, dict[str, Any]]] = [
+STATUSES = [
     *((404, "'tiny'", "POST", f"/v1/{path}", {"json": VALID[path] | {"model": "other"}})
       for path in (COMPLETIONS, CHATS, RESPONSES, MESSAGES)),
     (404, "", "GET", "/v1/nothing", {}),

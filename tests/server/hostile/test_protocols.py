@@ -58,7 +58,7 @@ def received(connection):
         data += part
     head, _, content = data.partition(b"\r\n\r\n")
     found = re.search(rb"(?i)content-length: (\d+)", head)
-    assert found is not None and head.startswith(b"HTTP/1.1 "), head
+    assert head.startswith(b"HTTP/1.1 "), head
     while len(content) < int(found[1]):
         part = connection.recv(4096)
         assert part

@@ -36,7 +36,7 @@ def engine_with(template):
 
 
 ENGINE = engine_with(TEMPLATE)
-END_ID: int = ENGINE.tokenizer.convert_tokens_to_ids(END)
+END_ID = ENGINE.tokenizer.convert_tokens_to_ids(END)
 
 
 def tokens(treatment, *messages, engine=ENGINE, **options):
