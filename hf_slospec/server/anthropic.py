@@ -207,20 +207,23 @@ class CountTokensBody(ForeignBody):
             [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
         )
         messages += [message for turn in self.messages for message in turn.messages]
-        fields: dict[str, Any] = {"messages": messages}
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "model": self.model,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "tools": self.tools and [tool.tool for tool in self.tools],
+        }
         if messages[-1]["role"] == "assistant":  # the beginning of the answer
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        if self.tools is not None:
-            fields["tools"] = [tool.tool for tool in self.tools]
-        if self.tool_choice is not None:
-            fields["tool_choice"] = self.tool_choice.choice
-            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"name": "", "schema": self.output_config.format.schema_}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if self.output_config is not None and self.output_config.effort is not None:
-            fields["reasoning_effort"] = self.output_config.effort
-        return fields | {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
+        if (choice := self.tool_choice) is not None:
+            fields["tool_choice"] = choice.choice
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if (output := self.output_config) is not None:
+            fields["reasoning_effort"] = output.effort
+            if output.format is not None:
+                schema = {"schema": output.format.schema_}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
 
     @cached_property
     def chat(self) -> ChatBody:

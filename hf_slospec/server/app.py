@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -28,7 +28,6 @@ from hf_slospec.server.reading import (
     check_framing,
     check_running,
     fault_of,
-    while_connected,
 )
 from hf_slospec.server.responses import ResponsesBody
 from hf_slospec.server.schemas import SchemaCheck
@@ -70,12 +69,12 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     for kind in (HTTPException, Fault):  # unknown paths and methods; missing keys
         app.add_exception_handler(kind, _answer_fault)
     definitions: dict[str, Any] = {}
-    for method, path, endpoint, body in (
+    routes: tuple[tuple[str, str, Callable[..., Any], type[BaseModel] | None], ...] = (
         ("POST", "/v1/chat/completions", completions.chat, ChatBody),
         ("POST", "/v1/completions", completions.complete, CompletionBody),
-        ("POST", "/v1/responses", completions.translated(ResponsesBody), ResponsesBody),
-        ("POST", PATH, completions.translated(MessagesBody), MessagesBody),
-        ("POST", f"{PATH}/count_tokens", completions.counted(CountTokensBody), CountTokensBody),
+        ("POST", "/v1/responses", completions.translated, ResponsesBody),
+        ("POST", PATH, completions.translated, MessagesBody),
+        ("POST", f"{PATH}/count_tokens", completions.counted, CountTokensBody),
         ("POST", "/tokenize", small.tokenize, TokenizeBody),
         ("POST", "/detokenize", small.detokenize, DetokenizeBody),
         ("POST", "/load_model", small.load_model, LoadBody),
@@ -86,8 +85,12 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         ("HEAD", "/health", small.health, None),
         ("GET", "/metrics", small.metrics, None),
         ("GET", "/version", small.version, None),
-    ):
-        extra = None if body is None else {"requestBody": _described(body, definitions)}
+    )
+    for method, path, endpoint, body in routes:
+        extra = None
+        if body is not None:
+            extra = {"requestBody": _described(body, definitions)}
+            endpoint = reader.with_body(body, endpoint)
         checks = [] if path in WHILE_STOPPING else [check_running]
         checks += [] if path in OPEN else [reader.check_key]
         app.add_api_route(
@@ -143,14 +146,8 @@ class _SmallEndpoints:
         self.schemas = schemas
         self.created = int(time.time())
 
-    async def tokenize(self, request: Request) -> Response:
+    def tokenize(self, body: TokenizeBody) -> Response:
         """Return the token ids of a text or of messages."""
-        body = await self.reader.read(request, TokenizeBody)
-        return await while_connected(
-            request.receive, self.reader.in_pool(request, self._tokenized, body)
-        )
-
-    def _tokenized(self, body: TokenizeBody) -> Response:
         tokenizer = self.engine.tokenizer
         if body.messages is not None:
             chat = ChatBody(
@@ -171,17 +168,11 @@ class _SmallEndpoints:
             answer["token_strs"] = [texts[token] for token in token_ids]
         return JSONResponse(answer)
 
-    async def detokenize(self, request: Request) -> Response:
-        body = await self.reader.read(request, DetokenizeBody)
+    def detokenize(self, body: DetokenizeBody) -> Response:
         if body.tokens and max(body.tokens) >= self.engine.vocab_size:
             text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
             raise Fault(400, text, param="tokens")
-        return await while_connected(
-            request.receive, self.reader.in_pool(request, self._detokenized, body.tokens)
-        )
-
-    def _detokenized(self, tokens: list[int]) -> Response:
-        return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
+        return JSONResponse({"prompt": self.engine.tokenizer.decode(body.tokens)})
 
     async def tokenizer_info(self) -> Response:
         """Return the tokenizer's class, special tokens and chat template; raises Fault if they are
@@ -199,9 +190,8 @@ class _SmallEndpoints:
             info | tokenizer.special_tokens_map | {"chat_template": tokenizer.chat_template}
         )
 
-    async def load_model(self, request: Request) -> Response:
+    async def load_model(self, request: Request, body: LoadBody) -> Response:
         """Return that the model is loaded, which ``transformers chat`` asks first."""
-        await self.reader.read(request, LoadBody)
         return Response(event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     async def models(self) -> Response:

@@ -39,43 +39,23 @@ class Completions:
         self.schemas = schemas
         self._texts = {skips: Detokenizer(self.engine.tokenizer, skips) for skips in (False, True)}
 
-    async def chat(self, request: Request) -> Response:
-        body = await self.reader.read(request, ChatBody)
+    async def chat(self, request: Request, body: ChatBody) -> Response:
         return await self._answer_chat(request, body, self.form(body))
 
-    def translated(self, kind: type[ForeignBody]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint of another API, whose bodies are translated into chats."""
+    async def translated(self, request: Request, body: ForeignBody) -> Response:
+        """Answer a body of another API, which is translated into a chat."""
+        return await self._answer_chat(request, body.chat, body.answer(self.form(body.chat)))
 
-        async def answer(request: Request) -> Response:
-            body = await self.reader.read(request, kind)
-            return await self._answer_chat(request, body.chat, body.answer(self.form(body.chat)))
-
-        return answer
-
-    def counted(self, kind: type[ForeignBody]) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that counts the tokens of an input."""
-
-        def count(chat: ChatBody) -> Response:
-            return JSONResponse({"input_tokens": len(self.templates.prompt(chat).tokens)})
-
-        async def answer(request: Request) -> Response:
-            body = await self.reader.read(request, kind)
-            return await while_connected(
-                request.receive, self.reader.in_pool(request, count, body.chat)
-            )
-
-        return answer
+    def counted(self, body: ForeignBody) -> Response:
+        """Return the number of tokens of an input."""
+        return JSONResponse({"input_tokens": len(self.templates.prompt(body.chat).tokens)})
 
     async def _answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
-        prompts = [partial(self.templates.prompt, body)]
-        return await while_connected(request.receive, self._answer(request, body, prompts, answer))
+        return await self._answer(request, body, [partial(self.templates.prompt, body)], answer)
 
-    async def complete(self, request: Request) -> Response:
-        body = await self.reader.read(request, CompletionBody)
+    async def complete(self, request: Request, body: CompletionBody) -> Response:
         prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
-        return await while_connected(
-            request.receive, self._answer(request, body, prompts, self.form(body))
-        )
+        return await self._answer(request, body, prompts, self.form(body))
 
     def form(self, body: SamplingBody) -> Answer:
         return Answer(self.reader.settings.model_name, body, self._texts[False].token_bytes)

@@ -132,9 +132,10 @@ class RequestLimits(InputModel):
     def check_prompt(self, prompt: str, max_len: int, field: str = "prompt") -> None:
         """Raise LimitError for a text that is too long to be tokenized; ``max_len`` tokens fit."""
         max_bytes = self.prompt_bytes or max(BYTES_PER_TOKEN * max_len, LEAST_PROMPT_BYTES)
-        # Compare characters first, so that a far too long text is not encoded.
-        if len(prompt) > max_bytes or (number := len(prompt.encode(errors="replace"))) > max_bytes:
-            number = len(prompt) if len(prompt) > max_bytes else number
+        number = len(prompt)
+        if number <= max_bytes:  # a far too long text is not encoded
+            number = len(prompt.encode(errors="replace"))
+        if number > max_bytes:
             found = f"{field} has {number} bytes, and this server takes at most {max_bytes}"
             raise ContextOverflowError("prompt_bytes", field, max_len, f"your {found}", found)
 

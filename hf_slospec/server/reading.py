@@ -5,6 +5,7 @@ form.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import re
 import reprlib
@@ -199,6 +200,26 @@ class RequestReader:
     async def in_pool(self, request: Request, function: Callable[..., T], *arguments: Any) -> T:
         """Return what a function returns in the thread pool, which clients share fairly."""
         return await self.engine.work.run(request.state.client, function, *arguments)
+
+    def with_body(
+        self, kind: type[BaseModel], endpoint: Callable[..., Any]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that reads the body and is cancelled when the client disconnects.
+
+        Args:
+            endpoint: gets the request and the body; if it is no coroutine function, only the body,
+                in the thread pool.
+        """
+
+        async def answer(request: Request) -> Response:
+            body = await self.read(request, kind)
+            if inspect.iscoroutinefunction(endpoint):
+                answering = endpoint(request, body)
+            else:
+                answering = self.in_pool(request, endpoint, body)
+            return await while_connected(request.receive, answering)
+
+        return answer
 
     def with_faults(
         self, endpoint: Callable[..., Awaitable[Response]]
