@@ -254,11 +254,8 @@ class ChatBody(SamplingBody):
         """Return the tools that the chat template shows to the model."""
         if self.tool_choice == "none" or not self.tools:
             return None
-        return (
-            self._chosen(self.tools)
-            if isinstance(self.tool_choice, AllowedToolChoice)
-            else self.tools
-        )
+        is_choice = isinstance(self.tool_choice, AllowedToolChoice)
+        return self._chosen(self.tools) if is_choice else self.tools
 
     def _chosen(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the tools whose functions ``tool_choice`` names; all of them if it names none."""
@@ -279,11 +276,8 @@ class ChatBody(SamplingBody):
     @property
     def max_calls(self) -> int | None:
         """Return the maximum number of tool calls of an answer; None: any number."""
-        return (
-            1
-            if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
-            else None
-        )
+        is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+        return 1 if is_one else None
 
     @property
     def must_call(self) -> bool:

@@ -224,6 +224,7 @@ class ResponsesBody(CommonBody, ForeignBody):
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
         if self.tools or self.tool_choice != "auto":
             fields["tools"] = [
@@ -233,8 +234,6 @@ class ResponsesBody(CommonBody, ForeignBody):
             fields["tool_choice"] = self._tool_choice()
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.response_format
-        if self.reasoning is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
         return InputChat.model_validate(fields)
 
     def answer(self, form: Answer) -> ResponseAnswer:
