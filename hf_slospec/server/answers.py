@@ -10,7 +10,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hf_slospec.model.sampling import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
@@ -24,30 +24,6 @@ _encode = json.JSONEncoder(
 ).encode  # json.dumps would make one per event
 SLO_ANSWER_HEADERS = ("x-slo-guaranteed", "x-slo-attained")
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
-
-
-class AnswerForm(Protocol):
-    """Form of the answer to one request, whole or as server-sent events."""
-
-    id: str
-    wants_logprobs: bool
-
-    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the answer of a request that is not streamed; ``pieces`` has the whole output of
-        each choice.
-        """
-
-    def begin(self, choices: Sequence[Choice]) -> str:
-        """Return the events before the output."""
-
-    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
-        """Return the events of a piece, which may be the first one of its choice."""
-
-    def end(self, choices: Sequence[Choice]) -> str:
-        """Return the events after the output."""
-
-    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
-        """Return the last events of a stream that an error ends, given in OpenAI's form."""
 
 
 def event(body: dict[str, Any]) -> str:
@@ -92,9 +68,11 @@ class Answer:
         return self._head(name) | {"choices": entries} | self._totals(choices)
 
     def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output."""
         return ""
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece, which may be the first one of its choice."""
         role = {"role": "assistant"} if is_first else {}
         body: dict[str, Any] = {
             "choices": [self._choice(piece, "delta", role | _delta(piece.parts))]
@@ -110,6 +88,7 @@ class Answer:
         return event(self._chunk({"choices": []} | self._totals(choices))) + DONE
 
     def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the last events of a stream that an error ends, given in OpenAI's form."""
         return event(error) + DONE
 
     def token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
@@ -248,6 +227,15 @@ class BlockAnswer(ABC):
             self._kind = None
 
     @abstractmethod
+    def begin(self, choices: Sequence[Choice]) -> str: ...
+
+    @abstractmethod
+    def end(self, choices: Sequence[Choice]) -> str: ...
+
+    @abstractmethod
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str: ...
+
+    @abstractmethod
     def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the whole answer."""
 
@@ -266,6 +254,9 @@ class BlockAnswer(ABC):
     @abstractmethod
     def called(self, id: str, name: str, arguments: str) -> Events:
         """Add a tool call, and yield its events; ``arguments`` is JSON."""
+
+
+AnswerForm = Answer | BlockAnswer
 
 
 def _message(parts: Parts) -> dict[str, Any]:
