@@ -44,14 +44,6 @@ def test_an_objective_is_a_class_of_requests(behind_a_gateway):
     ]  # fmt: skip
 
 
-def test_chats_of_other_apis_have_objectives_too(behind_a_gateway):
-    body = {"input": "x", "max_output_tokens": 4}
-    answer = behind_a_gateway.client.post(
-        "/v1/responses", json=body, headers={OBJECTIVE: "chat"}
-    ).json()
-    assert answer["usage"]["metrics"]["slo_e2e"] == 900.0
-
-
 def test_a_trusted_gateways_clients_take_turns(served, behind_a_gateway, monkeypatch):
     clients = set()
     run = Work.run
