@@ -280,7 +280,7 @@ def _panel_updates(view: View | None, html: str, seen: int | None) -> list[Any]:
 def handle(
     event: Callable[..., Any], handler: Callable[..., None], inputs: Any = None, **options: Any
 ) -> None:
-    """Call a handler at an event of a component; the page shows its errors."""
+    """Connect an event of a component to a handler, whose errors the page shows."""
 
     @functools.wraps(handler)
     def run(*args: Any, **kwargs: Any) -> None:

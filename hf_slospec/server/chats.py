@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -168,7 +168,7 @@ def function_tool(**fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": fields}
 
 
-def parts_of(content: str | Sequence[Any]) -> str | list[dict[str, Any]]:
+def parts_of(content: str | list[Any]) -> str | list[dict[str, Any]]:
     """Return a content of another API as that of a chat's message."""
     return content if isinstance(content, str) else [each.part for each in content]
 

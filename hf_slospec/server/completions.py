@@ -43,7 +43,7 @@ class Completions:
         return await self._answer_chat(request, body, self.form(body))
 
     async def translated(self, request: Request, body: ForeignBody) -> Response:
-        """Answer a body of another API, which is translated into a chat."""
+        """Return the answer to a body of another API, which is translated into a chat."""
         return await self._answer_chat(request, body.chat, body.answer(self.form(body.chat)))
 
     def counted(self, body: ForeignBody) -> Response:
