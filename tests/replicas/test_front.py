@@ -81,7 +81,7 @@ CASES = [
     dict(),
     dict(do_sample=True, temperature=1.2, seed=3),
     dict(
-        slo_tpot=[SLOStage(slo_tpot=0.5, until="\n"), SLOStage(slo_tpot=1.0, slo_ttft=2.0)],
+        slo_tpot=[SLOStage(slo_tpot=500.0, until="\n"), SLOStage(slo_tpot=900.0, slo_ttft=900.0)],
         logprobs=1,
     ),
     dict(logits_processor=[OccurrencePenalties(8, 0.5, 0.5)]),
