@@ -211,13 +211,13 @@ def summarize(
     rows = []
     for (name, batch), timed in samples.items():
         pairs = list(zip(samples[PLAIN, batch], timed, strict=True))
-        ratios = [plain.seconds / own.seconds for plain, own in pairs]
+        ratios = [plain.seconds / sample.seconds for plain, sample in pairs]
         equal = [
             torch.equal(*rows)
-            for plain, own in pairs
-            for rows in zip(plain.sequences, own.sequences, strict=True)
+            for plain, sample in pairs
+            for rows in zip(plain.sequences, sample.sequences, strict=True)
         ]
-        median_s = statistics.median(own.seconds for own in timed)
+        median_s = statistics.median(sample.seconds for sample in timed)
         lengths = [m.acceptance_length for s in timed if s.slo for m in s.slo if m.steps]
         rows.append(
             {

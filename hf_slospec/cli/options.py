@@ -81,9 +81,11 @@ def with_options(*parameters: inspect.Parameter) -> Callable[[Command], Command]
                 {parameter.name: values.pop(parameter.name) for parameter in parameters}, **values
             )
 
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        signature = inspect.Signature([*parameters, *own], return_annotation=None)
+        _, *of_command = inspect.signature(command, eval_str=True).parameters.values()
+        of_command = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in of_command
+        ]
+        signature = inspect.Signature([*parameters, *of_command], return_annotation=None)
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {
             name: parameter.annotation for name, parameter in signature.parameters.items()
@@ -143,7 +145,7 @@ def settings_of(text: str, kind: Any, option: str) -> Any:
         raise typer.BadParameter(f"{option}: {describe_validation_error(error)}") from error
 
 
-def config_of(text: str, **given: Any) -> SLOSpecConfig:
+def config_of(text: str, **overrides: Any) -> SLOSpecConfig:
     """Return the settings of ``--config``, with fields that have options of their own where these
     are given.
 
@@ -151,7 +153,7 @@ def config_of(text: str, **given: Any) -> SLOSpecConfig:
         BadParameter: for invalid settings.
     """
     settings: SLOSpecConfig = settings_of(text, SLOSpecConfig, "--config")
-    for field, value in given.items():
+    for field, value in overrides.items():
         if value is not None:
             text = json.dumps({**json.loads(text), field: value})
             settings = settings_of(text, SLOSpecConfig, flag(field))

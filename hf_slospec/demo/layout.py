@@ -168,9 +168,9 @@ class Page:
                 add = gr.Button("Add user", elem_id="add", min_width=120)
             own_card = self._own_panel()
             other_cards = gr.HTML(apply_default_css=False, elem_id="others")
-            seen = gr.State({"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED})
+            sent = gr.State({"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED})
             outputs = [
-                seen,
+                sent,
                 policy,
                 head,
                 own_card,
@@ -178,7 +178,7 @@ class Page:
                 *(part for panel in panels for part in panel.all),
             ]
             for event in (page.load, gr.Timer(REFRESH_S).tick):
-                event(self.refresh, [seen, policy], outputs, show_progress="hidden", queue=False)
+                event(self.refresh, [sent, policy], outputs, show_progress="hidden", queue=False)
             handle(policy.input, self.sessions.set_policy, policy, show_progress="hidden")
             handle(add.click, self.add, persona)
             page.unload(self.leave)
@@ -238,11 +238,11 @@ class Page:
     def leave(self, request: gr.Request) -> None:
         self.sessions.leave(str(request.session_hash))
 
-    def refresh(self, seen: dict[str, Any], shown: str | None, request: gr.Request) -> list[Any]:
+    def refresh(self, sent: dict[str, Any], shown: str | None, request: gr.Request) -> list[Any]:
         """Return the updates of all components for this session.
 
         Args:
-            seen: policy and versions of requests that the session was sent, and the policy that it
+            sent: policy and versions of requests that the session was sent, and the policy that it
                 showed before; controls are updated only if another session changed them.
             shown: policy that the session shows. Answers may overtake each other, so another one
                 than the present one is replaced once it is seen twice; the first time, the visitor
@@ -250,12 +250,12 @@ class Page:
         """
         scene = self.sessions.refresh(str(request.session_hash))
         simulated, own_card, other_cards = cards.cards(scene)
-        is_current = scene.policy == seen["policy"] and (
-            shown == scene.policy or shown != seen["shown"]
+        is_current = scene.policy == sent["policy"] and (
+            shown == scene.policy or shown != sent["shown"]
         )
         policy = gr.skip() if is_current else scene.policy
         updates = [policy, cards.headline(scene), own_card or EMPTY_CARD, other_cards]
-        for view, html, version in zip(scene.simulated, simulated, seen["versions"], strict=True):
+        for view, html, version in zip(scene.simulated, simulated, sent["versions"], strict=True):
             updates += _panel_updates(view, html, version)
         versions = [None if view is None else view.version for view in scene.simulated]
         return [{"policy": scene.policy, "shown": shown, "versions": versions}, *updates]
@@ -266,9 +266,9 @@ EMPTY_CARD = (
 )
 
 
-def _panel_updates(view: View | None, html: str, seen: int | None) -> list[Any]:
+def _panel_updates(view: View | None, html: str, sent: int | None) -> list[Any]:
     version = None if view is None else view.version
-    if version == seen:
+    if version == sent:
         return [gr.skip(), html if view else gr.skip(), *[gr.skip()] * 6]
     return [
         gr.Column(visible=view is not None),

@@ -71,14 +71,14 @@ class PrefixIndex:
         """Return for each replica the length in tokens of the prompt's prefix that it has
         processed.
         """
-        known = dict.fromkeys(replicas, 0)
+        known_lens = dict.fromkeys(replicas, 0)
         alive = set(replicas)
         for num_blocks, key in enumerate(self._keys(prompt, salt), 1):
             alive &= self._holders.get(key, set())
             if not alive:
                 break
-            known |= dict.fromkeys(alive, num_blocks * self.block)
-        return [known[replica] for replica in replicas]
+            known_lens |= dict.fromkeys(alive, num_blocks * self.block)
+        return [known_lens[replica] for replica in replicas]
 
     def forget(self, replica: str) -> None:
         """Drop the entries of a replica that has stopped."""
@@ -129,11 +129,11 @@ class ReplicaDirectory:
         need = offer.need
         if not offer.must_guarantee:
             need = replace(need, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
-        known = self._prefixes.num_known(
+        known_lens = self._prefixes.num_known(
             listed, offer.order.prompt, offer.order.arguments.get("cache_salt", "")
         )
         loads = [self.load(name) for name in listed]
-        return [listed[index] for index in ranked(loads, need, known)]
+        return [listed[index] for index in ranked(loads, need, known_lens)]
 
     def load(self, name: str) -> ReplicaLoad:
         """Return the load of a replica, with the offers that its report does not contain."""
@@ -149,8 +149,8 @@ class ReplicaDirectory:
         without requests.
         """
         loads = [report.load for report in self._reports.values()]
-        most = max(loads, key=lambda load: load.kv_free, default=ReplicaLoad())
-        return replace(most, guaranteed=(), best_effort=0, prefill_tokens=0)
+        roomiest = max(loads, key=lambda load: load.kv_free, default=ReplicaLoad())
+        return replace(roomiest, guaranteed=(), best_effort=0, prefill_tokens=0)
 
     def add_sent(self, offer: Offer) -> None:
         """Count an offer until the replica's report contains it."""

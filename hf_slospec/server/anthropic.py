@@ -142,8 +142,8 @@ class CustomTool(_Block):
     @property
     def tool(self) -> dict[str, Any]:
         fields = {"name": self.name, "description": self.description, "strict": self.strict}
-        given = {name: value for name, value in fields.items() if value is not None}
-        return function_tool(**given, parameters=self.input_schema)
+        set_fields = {name: value for name, value in fields.items() if value is not None}
+        return function_tool(**set_fields, parameters=self.input_schema)
 
 
 class ToolChoice(ClosedModel):
@@ -236,8 +236,8 @@ class MessagesBody(CountTokensBody, CommonBody):
 
     @cached_property
     def chat(self) -> ChatBody:
-        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return ChatBody.model_validate(self.fields | self.common | own)
+        further = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return ChatBody.model_validate(self.fields | self.common | further)
 
     def answer(self, form: Answer) -> MessageAnswer:
         return MessageAnswer(form.model)

@@ -181,9 +181,9 @@ def _check_variables(processor: Any, variables: Mapping[str, Any]) -> None:
     of its call.
     """
     taken = inspect.signature(processor.apply_chat_template).parameters
-    known = _variables_of(processor)
-    if refused := [name for name in variables if name in taken or name not in known]:
-        available = ", ".join(sorted(known - {*taken, "messages"})) or "none"
+    names = _variables_of(processor)
+    if refused := [name for name in variables if name in taken or name not in names]:
+        available = ", ".join(sorted(names - {*taken, "messages"})) or "none"
         raise InvalidInputError(
             f"chat_template_kwargs: {', '.join(refused)} cannot be given; only variables of the chat template's own "
             f"can: {available}"

@@ -157,10 +157,10 @@ def _without_cache_control(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool without marks for a cache: all prefixes are cached, and the chat template would
     show them.
     """
-    kept = {name: value for name, value in tool.items() if name != "cache_control"}
+    cleaned = {name: value for name, value in tool.items() if name != "cache_control"}
     if function := _function_of(tool):
-        kept["function"] = _without_cache_control(function)
-    return kept
+        cleaned["function"] = _without_cache_control(function)
+    return cleaned
 
 
 def function_tool(**fields: Any) -> dict[str, Any]:

@@ -37,16 +37,16 @@ class ContextOverflowError(LimitError):
         limit: str,
         field: str,
         max_len: int,
-        found: str,
+        length: str,
         for_anthropic: str,
         or_shorten: str = "",
     ):
-        """``field`` of the body, of which ``found`` tells the length, has the prompt; ``max_len``
+        """``field`` of the body has the prompt, of this ``length``; ``max_len``
         tokens fit.
         """
         super().__init__(
             limit,
-            f"This model's maximum context length is {max_len} tokens. However, {found}. "
+            f"This model's maximum context length is {max_len} tokens. However, {length}. "
             f"Please reduce the length of the {field}{or_shorten}. ({CONTEXT_CODE})",
         )
         self.field = field
@@ -58,15 +58,17 @@ class ContextOverflowError(LimitError):
     ) -> ContextOverflowError:
         """Return the error of a prompt whose output may have ``max_tokens``."""
         if prompt_len > max_len:
-            found = f"your {field} resulted in {prompt_len} tokens"
-            return cls("context", field, max_len, found, f"{prompt_len} tokens > {max_len} maximum")
+            length = f"your {field} resulted in {prompt_len} tokens"
+            return cls(
+                "context", field, max_len, length, f"{prompt_len} tokens > {max_len} maximum"
+            )
         total = prompt_len + max_tokens
-        found = f"you requested {total} tokens ({prompt_len} in the {field}, {max_tokens} in the completion)"
+        length = f"you requested {total} tokens ({prompt_len} in the {field}, {max_tokens} in the completion)"
         for_anthropic = (
             f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens} > {max_len}, "
             "decrease input length or `max_tokens` and try again"
         )
-        return cls("context", field, max_len, found, for_anthropic, " or max_tokens")
+        return cls("context", field, max_len, length, for_anthropic, " or max_tokens")
 
 
 class RequestLimits(InputModel):
@@ -136,8 +138,8 @@ class RequestLimits(InputModel):
         if number <= max_bytes:  # a far too long text is not encoded
             number = len(prompt.encode(errors="replace"))
         if number > max_bytes:
-            found = f"{field} has {number} bytes, and this server takes at most {max_bytes}"
-            raise ContextOverflowError("prompt_bytes", field, max_len, f"your {found}", found)
+            length = f"{field} has {number} bytes, and this server takes at most {max_bytes}"
+            raise ContextOverflowError("prompt_bytes", field, max_len, f"your {length}", length)
 
     def check_body(self, body: Any, max_len: int) -> None:
         """Raise LimitError if a valid body asks for too much; the pixels of images are checked on

@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 @with_models()
 def generate(
-    given: dict[str, Any],
+    fields: dict[str, Any],
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. '-', or no prompt in a pipe: standard input.")
     ] = None,
@@ -107,7 +107,7 @@ def generate(
             with console.status(
                 "loading, and measuring the speed of the models (stored for later runs)"
             ):
-                generator = load_generator(ModelOptions(**given), settings).start()
+                generator = load_generator(ModelOptions(**fields), settings).start()
             facts = f"{size_and_place(generator.model)}; drafts: {generator.draft_method.kind}"
             console.print(facts, style="dim", highlight=False, soft_wrap=True)
             with generator, logged_afterwards():  # logs follow the text

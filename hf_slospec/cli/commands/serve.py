@@ -45,7 +45,7 @@ LIMITS = ("default_tpot", "strictest_tpot", "lowest_priority")
     option(SLOSpecConfig, "guarantee"),
 )
 def serve(
-    given: dict[str, Any],
+    fields: dict[str, Any],
     api_key: Annotated[
         list[str],
         typer.Option(envvar="HF_SLOSPEC_API_KEY", help="Key that clients must send; repeatable."),
@@ -74,15 +74,15 @@ def serve(
     say = partial(Console(stderr=True, soft_wrap=True).print, markup=False, highlight=False)
     with usage_errors(OSError):
         need("serve" if replicas is None else "ray", "the server")
-        limits = SLOLimits(**{name: given.pop(name) for name in LIMITS})
-        given["bounds"] = settings_of(given["bounds"], RequestLimits, "--request-limits")
-        objectives = settings_of(given["objectives"], dict[str, Objective], "--objectives")
-        given["objectives"] = objectives
-        if (path := given["chat_template"]) is not None:
-            given["chat_template"] = _read("--chat-template", path)
-        if (path := given["response_template"]) is not None:
+        limits = SLOLimits(**{name: fields.pop(name) for name in LIMITS})
+        fields["bounds"] = settings_of(fields["bounds"], RequestLimits, "--request-limits")
+        objectives = settings_of(fields["objectives"], dict[str, Objective], "--objectives")
+        fields["objectives"] = objectives
+        if (path := fields["chat_template"]) is not None:
+            fields["chat_template"] = _read("--chat-template", path)
+        if (path := fields["response_template"]) is not None:
             text = _read("--response-template", path)
-            given["response_template"] = settings_of(text, Any, f"--response-template {path}")
+            fields["response_template"] = settings_of(text, Any, f"--response-template {path}")
         keys = dict.fromkeys(api_key, limits)
         if api_key_file is not None:
             text = _read("--api-key-file", api_key_file)
@@ -91,8 +91,8 @@ def serve(
                 raise InvalidInputError(
                     f"--api-key-file {api_key_file} has no key; leave it out to serve all"
                 )
-        settings = config_of(config, guarantee=given.pop("guarantee"), exact=exact)
-        options = ServeOptions(**given, limits=limits, api_keys=keys, config=settings)
+        settings = config_of(config, guarantee=fields.pop("guarantee"), exact=exact)
+        options = ServeOptions(**fields, limits=limits, api_keys=keys, config=settings)
         if replicas is None:
             from hf_slospec.server.serve import serve as run
 
