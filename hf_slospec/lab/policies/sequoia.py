@@ -78,25 +78,17 @@ class StaticTree:
         candidate."""
         inner = np.flatnonzero(forest.depths > 0)
         inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
-        num_ranks = max(self.ranks) + 1
-        ranks = ranks_by_key(forest.parents[inner])
-        keys = np.where(ranks < num_ranks, forest.parents[inner] * num_ranks + ranks, -1)
-        order = np.argsort(keys)
-        keys = keys[order]
-        inner = inner[order]
-        matches = np.full(
-            (self.num_nodes, len(forest.trees)), -1
-        )  # candidate for each node of the shape; -1: none
-        matches[0] = forest.starts
-        for depth in range(1, self.max_depth + 1 if len(inner) else 0):
-            level = np.flatnonzero(self.depths == depth)
-            above = matches[np.array(self.parents)[level]]
-            rank = np.array(self.ranks)[level, None]
-            wanted = np.where(above >= 0, above * num_ranks + rank, -2)
-            indices = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-            matches[level] = np.where(keys[indices] == wanted, inner[indices], -1)
-        is_taken = np.zeros(len(forest.depths), dtype=np.bool_)
-        is_taken[matches[matches >= 0]] = True
+        ranks = np.zeros(len(forest.depths), dtype=np.int64)
+        ranks[inner] = ranks_by_key(forest.parents[inner])
+        # Child of each node of the shape by rank; -1: none, as in the last row and column.
+        children = np.full((self.num_nodes + 1, max(self.ranks) + 2), -1)
+        children[list(self.parents[1:]), list(self.ranks[1:])] = range(1, self.num_nodes)
+        matches = np.zeros(len(ranks), dtype=np.int64)  # node of the shape; -1: none
+        for depth in range(1, int(forest.depths.max()) + 1):
+            level = np.flatnonzero(forest.depths == depth)
+            rank = np.minimum(ranks[level], children.shape[1] - 1)
+            matches[level] = children[matches[forest.parents[level]], rank]
+        is_taken: BoolArray = matches >= 0
         return is_taken
 
 

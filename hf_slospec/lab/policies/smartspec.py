@@ -69,14 +69,6 @@ class Batch:
         )
 
 
-@dataclass(frozen=True)
-class Chains:
-    """Lengths of chains, and the time of a step with them."""
-
-    lengths: IntArray  # [num_requests] int64, tokens
-    step_s: float = 0.0  # predicted seconds; 0: not known yet
-
-
 Add = Callable[[Any], Any]  # [num_requests, ...] array -> sums over requests
 
 
@@ -140,16 +132,13 @@ class SmartSpecPolicy(NamedPolicy):
             [min(self.config.max_depth, request.num_left - 1) for request in requests]
         )
         slots_left = self.kv_tokens - float(keys.sum())
-        batch = self._running(
-            Batch(requests, begun_s, num_prefill_tokens, keys, useful, slots_left)
-        )
-        chains = self._to_draft(batch)
-        self._batch = batch
-        self._chains = chains
-        pairs = zip(batch.requests, chains.lengths.tolist(), strict=True)
+        batch = Batch(requests, begun_s, num_prefill_tokens, keys, useful, slots_left)
+        self._batch = batch = self._running(batch)
+        self._drafted = drafted = self._to_draft(batch)
+        pairs = zip(batch.requests, drafted.tolist(), strict=True)
         depths = {request: length for request, length in pairs if length}
         return Plan(
-            int(chains.lengths.max()),
+            int(drafted.max()),
             1,
             min_confidence=self.min_confidence,
             drafting=list(depths),
@@ -160,11 +149,10 @@ class SmartSpecPolicy(NamedPolicy):
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
     ) -> Selection:
-        chains = self._to_verify(self._batch, self._chains, candidates, plan)
-        pairs = zip(candidates, chains.lengths.tolist(), strict=True)
+        pairs = zip(candidates, self._to_verify(candidates).tolist(), strict=True)
         self._trees = [tree.up_to(length) for tree, length in pairs]
         expected = [float(chain_tokens(self.acceptance.rate, t.max_depth)) for t in self._trees]
-        return Selection(self._trees, expected, chains.step_s)
+        return Selection(self._trees, expected, self._predicted_s)
 
     def observe(
         self,
@@ -198,8 +186,10 @@ class SmartSpecPolicy(NamedPolicy):
         """Return which requests may be drafted for.  -> [num_requests] bool"""
         return np.array([request not in self.undrafted for request in batch.requests])
 
-    def _to_draft(self, batch: Batch) -> Chains:
-        """Return the chains to draft."""
+    def _to_draft(self, batch: Batch) -> IntArray:
+        """Return the lengths of the chains to draft, and predict the step's seconds if all of them
+        will be verified.  -> [num_requests] int64
+        """
         useful = batch.useful
         length, _ = self._best(batch, useful)
         self._was_plain.append(length == 0 and bool(useful.any()))
@@ -212,13 +202,12 @@ class SmartSpecPolicy(NamedPolicy):
             if self._num_plain and self._num_plain % RETRY == 0:
                 length, _ = self._best(batch, useful, rate=MovingAcceptance.START)
         lengths: IntArray = np.minimum(self._lengths(batch.requests, length, useful > 0), useful)
-        return Chains(lengths, float(self._step_s(batch, lengths[:, None])[0, 0]))
+        self._predicted_s = float(self._step_s(batch, lengths[:, None])[0, 0])
+        return lengths
 
-    def _to_verify(
-        self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan
-    ) -> Chains:
-        """Return the chains to verify, parts of the candidates that were drafted by the plan."""
-        return drafted
+    def _to_verify(self, candidates: Sequence[TokenTree]) -> IntArray:
+        """Return to which lengths the candidates are verified.  -> [num_requests] int64"""
+        return self._drafted
 
     def _lengths(self, requests: Sequence[Request], length: int, is_drafted: BoolArray) -> IntArray:
         """Return the lengths of all chains, given the best common length, useful or not.  ->
