@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.lab.workload import Job
 from hf_slospec.request.request import Request
 
@@ -131,6 +131,20 @@ class Totals:
     expected: float = 0.0  # tokens that the policy expected to commit
     depth: int = 0  # draft levels
     phases: PhaseTimes = field(default_factory=PhaseTimes)
+
+    def add(self, event: StepEvent) -> None:
+        """Add a step."""
+        if event.is_prefill:
+            self.num_prefills += 1
+            self.prefill_s += event.phases.total_s
+            return
+        self.phases += event.phases
+        self.num_steps += 1
+        self.requests += event.num_decoding
+        self.depth += event.depth
+        self.nodes += sum(part.nodes for part in event.decoding)
+        self.committed += sum(part.committed for part in event.decoding)
+        self.expected += sum(part.expected for part in event.decoding)
 
 
 @dataclass(frozen=True)

@@ -127,19 +127,19 @@ def by_guarantees(arrival: Arrival) -> Placement:
     )
 
 
-def sequential(max_hops: int = MAX_HOPS) -> Router:
+def sequential(seed: int) -> Router:
     """Return SLOs-Serve's router: each replica in turn, and from one that refuses a request to the
     next.
 
-    A request that has moved on ``max_hops`` times, or that all have refused, stays at the last one
-    as best effort."""
+    A request that has moved on :data:`MAX_HOPS` times, or that all have refused, stays at the last
+    one as best effort."""
     number = itertools.count()
 
     def choose(arrival: Arrival) -> Placement:
         if not arrival.refused_by:
             return Placement(next(number) % len(arrival.loads), may_refuse=arrival.need.has_slo)
         last = arrival.refused_by[-1]
-        if len(arrival.refused_by) > min(max_hops, len(arrival.loads) - 1):
+        if len(arrival.refused_by) > min(MAX_HOPS, len(arrival.loads) - 1):
             return Placement(last)
         return Placement((last + 1) % len(arrival.loads), may_refuse=True)
 
@@ -182,36 +182,35 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
     return total
 
 
-def _round_robin(seed: int) -> Router:
+def round_robin(seed: int) -> Router:
+    """Return a router to each replica in turn."""
     number = itertools.count()
     return lambda arrival: Placement(next(number) % len(arrival.loads))
 
 
-def _power_of_two(seed: int) -> Router:
-    rng = np.random.default_rng([seed, 2])
-    return lambda arrival: Placement(power_of_two(arrival.loads, rng))
-
-
-def shortest_queue(loads: Sequence[ReplicaLoad]) -> int:
+def by_shortest_queue(arrival: Arrival) -> Placement:
     """Return the first replica with the fewest unfinished requests."""
-    return min(range(len(loads)), key=lambda index: (loads[index].num_requests, index))
+    return Placement(int(np.argmin([load.num_requests for load in arrival.loads])))
 
 
-def power_of_two(loads: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
-    """Return the one of two random replicas with fewer unfinished requests."""
-    if len(loads) == 1:
-        return 0
-    first, second = rng.choice(len(loads), 2, replace=False).tolist()
-    return int(second if loads[second].num_requests < loads[first].num_requests else first)
+def power_of_two(seed: int) -> Router:
+    """Return a router to the one of two random replicas with fewer unfinished requests."""
+    rng = np.random.default_rng([seed, 2])
+
+    def choose(arrival: Arrival) -> Placement:
+        pair = rng.choice(len(arrival.loads), 2, replace=False).tolist()
+        return Placement(min(pair, key=lambda index: arrival.loads[index].num_requests))
+
+    return choose
 
 
 OURS = "guarantees"
 ROUTERS: dict[str, Callable[[int], Router]] = {  # functions of a seed
     OURS: lambda seed: by_guarantees,
-    "shortest-queue": lambda seed: lambda arrival: Placement(shortest_queue(arrival.loads)),
-    "power-of-two": _power_of_two,
-    "round-robin": _round_robin,
-    "sequential": lambda seed: sequential(),
+    "shortest-queue": lambda seed: by_shortest_queue,
+    "power-of-two": power_of_two,
+    "round-robin": round_robin,
+    "sequential": sequential,
     "oracle": lambda seed: by_full_knowledge,
 }
 
