@@ -341,4 +341,3 @@ def _stages(job: Job) -> tuple[Stage, ...]:
     end = job.input_tokens + job.think_tokens
     think = Stage(job.think_tpot_slo_s, is_over=lambda tokens: len(tokens) >= end)
     return think, Stage(job.tpot_slo_s, ttft_slo_s=job.answer_ttft_slo_s)
-

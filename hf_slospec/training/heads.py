@@ -83,9 +83,8 @@ def _reading_layers(
     if options.kind == "dspark":
         head = DSparkHead(_config_of_block(options, target, layers, own_vocab, counts), *shared)
     else:
-        head = Eagle3Head(
-            _config_of_layer(target), Eagle3Settings(layers, size, own_vocab), *shared
-        )
+        config = LlamaConfig(num_hidden_layers=1, **_sizes(target))
+        head = Eagle3Head(config, Eagle3Settings(layers, size, own_vocab), *shared)
     with torch.no_grad():
         if is_reduced:
             frequent = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values
@@ -104,10 +103,6 @@ def _reading_layers(
         )
     read: Eagle3Head | DSparkHead = head
     return read
-
-
-def _config_of_layer(target: PreTrainedModel) -> LlamaConfig:
-    return LlamaConfig(num_hidden_layers=1, **_sizes(target))
 
 
 def _config_of_block(

@@ -258,15 +258,12 @@ class Trainer:
         )
         self.batch_of = batches(options.seed, [len(text.ids) for text in training], options.batch)
         module = own_modules(head, target)
-        named = list(module.named_parameters())
-        is_matrix = [
-            parameter.ndim == 2 and min(parameter.shape) > 1 and not name.startswith(PER_TOKEN)
-            for name, parameter in named
-        ]
-        matrices = [parameter for (_, parameter), own in zip(named, is_matrix, strict=True) if own]
-        others = [
-            parameter for (_, parameter), own in zip(named, is_matrix, strict=True) if not own
-        ]
+        matrices = []
+        others = []
+        for name, parameter in module.named_parameters():
+            is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+            is_muons = is_matrix and not name.startswith(PER_TOKEN)
+            (matrices if is_muons else others).append(parameter)
         optimizers = (
             Muon(matrices, lr=MATRICES_RATE, weight_decay=0.01, momentum=0.95),
             torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),

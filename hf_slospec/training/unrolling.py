@@ -8,8 +8,8 @@ begins at a token of the text and predicts those behind it, each with the text's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +141,10 @@ def unrolled_blocks(
         )
 
 
+def _unroll(head: DraftHead | DSparkHead) -> Callable[..., Iterator[UnrolledLevel]]:
+    return unrolled_blocks if isinstance(head, DSparkHead) else unrolled
+
+
 def loss_of(head: DraftHead | DSparkHead, rows: TextBatch, levels: int, first: int) -> torch.Tensor:
     """Return the weighted mean, over levels, of the cross-entropy to the target's distribution.
 
@@ -156,8 +160,7 @@ def loss_of(head: DraftHead | DSparkHead, rows: TextBatch, levels: int, first: i
     assert rows.probs is not None, "texts to train on have probabilities"
     losses = []
     weights = [LEVEL_WEIGHT**level for level in range(levels)]
-    unroll: Any = unrolled_blocks if isinstance(head, DSparkHead) else unrolled
-    for level in unroll(head, rows.ids, rows.features, levels, first, STRIDE):
+    for level in _unroll(head)(head, rows.ids, rows.features, levels, first, STRIDE):
         logits = level.logits.float().flatten(0, 1)
         probs = rows.probs[:, level.positions].flatten(0, 1)
         entropies = F.cross_entropy(logits, probs, reduction="none")
@@ -196,10 +199,14 @@ def tokens_per_step(
     equally often."""
     num_accepted = 0
     num_chains = 0
+    # Blocks that begin at every token are computed in parts, which fit the memory.
+    num_parts = STRIDE if isinstance(head, DSparkHead) else 1
     for rows in batches:
-        for unrolled_levels in _all_chains(head, rows, levels):
+        for first in range(num_parts):
             accepted = begins = None
-            for logits, positions, _ in unrolled_levels:
+            for logits, positions, _ in _unroll(head)(
+                head, rows.ids, rows.features, levels, first, num_parts
+            ):
                 drafted = logits.argmax(-1)
                 if head.target_ids is not None:
                     drafted = head.target_ids[drafted]
@@ -210,16 +217,3 @@ def tokens_per_step(
             assert begins is not None, "at least one level"
             num_chains += int(begins.sum())
     return 1 + num_accepted / max(1, num_chains)
-
-
-def _all_chains(
-    head: DraftHead | DSparkHead, rows: TextBatch, levels: int
-) -> Iterator[Iterator[UnrolledLevel]]:
-    """Yield the levels of chains that together begin at every token; those of blocks in parts that
-    fit the memory.
-    """
-    if isinstance(head, DSparkHead):
-        for first in range(STRIDE):
-            yield unrolled_blocks(head, rows.ids, rows.features, levels, first, STRIDE)
-    else:
-        yield unrolled(head, rows.ids, rows.features, levels)

@@ -19,7 +19,6 @@ from tests.support.paths import ROOT
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 PACKAGE = ROOT / "hf_slospec"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-APPLICATIONS = ("cli", "demo", "replicas", "server", "tiny")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
@@ -76,15 +75,10 @@ class Thing(NamedTuple):
 
     name: str  # with the names of the classes around it
     node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    owner: ast.ClassDef | None
 
     @property
     def docstring(self):
         return ast.get_docstring(self.node)
-
-    @property
-    def is_public(self):
-        return not any(part.startswith("_") for part in self.name.split("."))
 
     @property
     def does_something(self):
@@ -104,59 +98,16 @@ class Thing(NamedTuple):
 def things(source, name):
     """Yield a module, and all of its classes, functions and methods but those within functions."""
     module = ast.parse(source)
-    yield Thing(name, module, None)
-    stack: list[Thing] = [Thing("", module, None)]
+    yield Thing(name, module)
+    stack = [Thing("", module)]
     while stack:
         around = stack.pop()
         for node in around.node.body:
             if isinstance(node, (ast.ClassDef, *FUNCTION)):
-                owner = around.node if isinstance(around.node, ast.ClassDef) else None
-                thing = Thing(f"{around.name}.{node.name}".lstrip("."), node, owner)
+                thing = Thing(f"{around.name}.{node.name}".lstrip("."), node)
                 yield thing
                 if isinstance(node, ast.ClassDef):
                     stack.append(thing)
-
-
-def documented_elsewhere(everything):
-    """Return (class, method) of what a base class in the package, or a protocol that the class has,
-    documents.
-    """
-    nodes = [thing.node for own in everything.values() for thing in own]
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-    bases = {
-        name: {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
-        for name, node in classes.items()
-    }
-    methods = {
-        name: {
-            member.name: ast.get_docstring(member)
-            for member in node.body
-            if isinstance(member, FUNCTION)
-        }
-        for name, node in classes.items()
-    }
-    protocols = [own.keys() for name, own in methods.items() if "Protocol" in bases[name]]
-
-    def inherited(name):
-        above = [
-            inherited(base) | {own for own, doc in methods[base].items() if doc}
-            for base in bases[name] & classes.keys()
-        ]
-        return set().union(*above)
-
-    def all_methods(name):
-        return methods[name].keys() | set().union(
-            *(all_methods(base) for base in bases[name] & classes.keys())
-        )
-
-    found = {(name, method) for name in classes for method in inherited(name)}
-    return found | {
-        (name, method)
-        for name in classes
-        for protocol in protocols
-        if protocol <= all_methods(name)
-        for method in protocol
-    }
 
 
 def bad_summaries(own):

@@ -128,8 +128,7 @@ def important_nodes(
     budget: int,
     *,
     slack_s: float = 0.0,
-    capped: bool = False,
-    max_slo_nodes: int = 0,
+    max_slo_nodes: int | None = None,
 ) -> list[IntArray]:
     """Select one node at a time for the request with the highest importance score (Algorithm 2).
 
@@ -139,9 +138,9 @@ def important_nodes(
     printed loop would choose.
 
     [FIX] A request without remaining nodes is skipped. Lateness takes the request's progress into
-    account (``required`` as in AdaServe), not as if every step were its first. Uncapped, as
-    printed, a request whose TPOT SLO no tree can meet takes the whole budget, its least probable
-    nodes included.
+    account (``required`` as in AdaServe), not as if every step were its first. Without
+    ``max_slo_nodes``, as printed, a request whose TPOT SLO no tree can meet takes the whole budget,
+    its least probable nodes included.
 
     Args:
         trees: one candidate tree per request.
@@ -150,9 +149,8 @@ def important_nodes(
         tpot_slos_s: seconds per output token; None: no TPOT SLO.
         budget: maximum number of verified nodes, roots included; roots are always verified.
         slack_s: epsilon, seconds by which to be ahead.
-        capped: apply AdaServe's limits: a request requires at most its tree's depth + 1 tokens, and
-            gets at most ``max_slo_nodes`` for being late.
-        max_slo_nodes: n_max of these limits.
+        max_slo_nodes: n_max of AdaServe's limits: a request requires at most its tree's depth + 1
+            tokens, and gets at most this many nodes for being late. None: no limits.
 
     Returns:
         Per request the selected nodes, root first; each set is parent-closed.
@@ -168,11 +166,11 @@ def important_nodes(
     has_slo = np.array([tpot_slo_s is not None for tpot_slo_s in tpot_slos_s])
     needed = np.where(has_slo, np.asarray(required) + slack_s / seconds, 0.0)
     ranks = ranks_by_key(tree_of)
-    if capped:
+    if max_slo_nodes is not None:
         needed = np.minimum(needed, [tree.max_depth + 1.0 for tree in trees])
     missing = needed[tree_of] - _expected_before(path_probs, ranks)
     is_late = missing > 0.0
-    if capped:
+    if max_slo_nodes is not None:
         is_late &= ranks < max_slo_nodes
     scores = np.where(is_late, 1.0 + missing * seconds[tree_of], path_probs)
     best = np.argsort(-scores, kind="stable")[: max(budget - len(trees), 0)]
@@ -280,14 +278,10 @@ class ThesisSLOPolicy(_ThesisPolicy):
 
     name = "thesis-slo"
     options = ThesisSLOOptions
-    capped = False
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.slack_s = config.options_of(ThesisSLOOptions).slack
-        self.max_slo_share = config.options_of(
-            CappedThesisSLOOptions
-        ).max_slo_share  # only if capped
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
     def plan(
@@ -310,11 +304,13 @@ class ThesisSLOPolicy(_ThesisPolicy):
             [request.pace_s for request in requests],
             min(self.budget, len(requests) + self.max_nodes(self.config)),
             slack_s=self.slack_s,
-            capped=self.capped,
-            max_slo_nodes=int(self.max_slo_share * self.budget / len(requests)),
+            max_slo_nodes=self._max_slo_nodes(len(requests)),
         )
         trees = [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)]
         return selection_of(trees, step_s)
+
+    def _max_slo_nodes(self, num_requests: int) -> int | None:
+        return None
 
     def observe(
         self,
@@ -333,4 +329,7 @@ class CappedThesisSLOPolicy(ThesisSLOPolicy):
 
     name = "thesis-slo-capped"
     options = CappedThesisSLOOptions
-    capped = True
+
+    def _max_slo_nodes(self, num_requests: int) -> int | None:
+        share = self.config.options_of(CappedThesisSLOOptions).max_slo_share
+        return int(share * self.budget / num_requests)

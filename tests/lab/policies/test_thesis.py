@@ -71,7 +71,7 @@ def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(kind)
     relaxed = [late(i, 9.0) for i in range(2)]
     hopeless = [late(0, 1e-3), late(1, 9.0)]
     assert sizes(policy, relaxed, trees) == [4, 4]
-    assert sizes(policy, hopeless, trees) == ([4, 4] if kind.capped else [7, 1])
+    assert sizes(policy, hopeless, trees) == ([4, 4] if kind is CappedThesisSLOPolicy else [7, 1])
 
 
 def test_thesis_slo_predicts_a_step_by_the_last_twenty():
