@@ -115,9 +115,8 @@ def compare(
     num_requests = sum(len(load.jobs) for _, load, _ in simulations)
     with tqdm(total=num_requests, unit=" requests", disable=not sys.stderr.isatty()) as bar:
         while simulations:
-            system, load, simulation = simulations.pop(
-                0
-            )  # removed, so that its memory is freed after its run
+            # Removed, so that its memory is freed after its run
+            system, load, simulation = simulations.pop(0)
             bar.set_description(f"{system} at {load.label}")
             runs[system].append(simulation.run(system, on_end=bar.update))
     return runs

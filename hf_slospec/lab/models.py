@@ -75,9 +75,8 @@ class SimulatedTarget(Target):
         self._continued = continued or {}
         self._to_come = set(self._continued.values())
         self._held: dict[int, int] = {}  # tokens of running requests at their longest, by index
-        self._kept: dict[
-            int, int
-        ] = {}  # tokens of finished requests with K/V, by index, the oldest first
+        # Tokens of finished requests with K/V, by index, the oldest first
+        self._kept: dict[int, int] = {}
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -178,7 +177,10 @@ class SimulatedDrafter(Drafter):
         weights = np.array([[plan.weight_of(request)] for request in requests])
         num_levels = np.ones(num_requests, dtype=np.int64)
         is_drafting: BoolArray = num_levels > 0
-        levels = [self._expand(requests, None, 0, plan.width)]
+        ones = np.ones((num_requests, 1))
+        roots = np.array([[request.tokens[-1]] for request in requests])
+        levels = [_Level(ones, ones, ones > 0.0, roots, np.full_like(roots, -1))]
+        levels.append(self._expand(requests, levels[0], 0, plan.width))
         for depth in range(1, plan.depth):
             path_probs = levels[-1].path_probs
             if plan.goes_on is not None:
@@ -205,13 +207,12 @@ class SimulatedDrafter(Drafter):
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
         trees = [
             tree.up_to(depth)
-            for tree, depth in zip(self._trees(requests, levels), num_levels.tolist(), strict=True)
+            for tree, depth in zip(self._trees(levels), num_levels.tolist(), strict=True)
         ]
         if self.library.matched == 1.0:
             return trees
-        is_matched = (
-            self._rng.random(len(requests)) < self.library.matched
-        )  # as if prompt lookup had a match
+        # As if prompt lookup had a match
+        is_matched = self._rng.random(len(requests)) < self.library.matched
         return [
             tree if has_match else tree.up_to(0)
             for tree, has_match in zip(trees, is_matched, strict=True)
@@ -221,18 +222,10 @@ class SimulatedDrafter(Drafter):
         """Drop the request's K/V of the draft."""
         self._num_cached.pop(request, None)
 
-    def _expand(
-        self, requests: Sequence[Request], above: _Level | None, depth: int, width: int
-    ) -> _Level:
-        """Return the ``width`` most probable children of each request's nodes of a level.
-
-        Args:
-            above: the level; None: the roots.
-            depth: depth of the level.
+    def _expand(self, requests: Sequence[Request], above: _Level, depth: int, width: int) -> _Level:
+        """Return the ``width`` most probable children of each request's nodes of a level of this
+        depth.
         """
-        if above is None:
-            ones = np.ones((len(requests), 1))
-            above = _Level(ones, ones, ones > 0.0, ones.astype(np.int64), ones.astype(np.int64))
         library = self.library
         beam = above.tokens.shape[1]
         indices = np.array([request.index for request in requests])
@@ -259,19 +252,15 @@ class SimulatedDrafter(Drafter):
             order // num_children,
         )
 
-    def _trees(self, requests: Sequence[Request], levels: Sequence[_Level]) -> list[TokenTree]:
-        """Return one candidate tree per request, its nodes level by level."""
+    def _trees(self, levels: Sequence[_Level]) -> list[TokenTree]:
+        """Return one candidate tree per request, its nodes level by level, the root first."""
         widths = [level.tokens.shape[1] for level in levels]
-        depths = np.repeat(np.arange(len(levels) + 1), [1, *widths])
-        firsts = np.repeat(
-            np.cumsum([0, 1, *widths])[: len(levels)], widths
-        )  # first node of the level above
-        ones = np.ones((len(requests), 1))
-        roots = np.array([[request.tokens[-1]] for request in requests])
-        tokens = np.concatenate([roots, *(level.tokens for level in levels)], axis=1)
+        depths = np.repeat(np.arange(len(levels)), widths)
+        # First node of the level above
+        firsts = np.repeat(np.cumsum([0, 0, *widths])[: len(levels)], widths)
+        tokens = np.concatenate([level.tokens for level in levels], axis=1)
         parents = np.concatenate([level.parents for level in levels], axis=1) + firsts
-        parents = np.concatenate([-ones.astype(np.int64), parents], axis=1)
-        path_probs = np.concatenate([ones, *(level.path_probs for level in levels)], axis=1)
+        path_probs = np.concatenate([level.path_probs for level in levels], axis=1)
         rows = zip(tokens, parents, path_probs, strict=True)
         return [
             TokenTree(row_tokens, row_parents, depths, row_probs)

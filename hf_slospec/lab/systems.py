@@ -69,8 +69,8 @@ def config_of(system: str) -> SLOSpecConfig:
     if name not in SYSTEMS and (name or not brace):
         raise InvalidInputError(f"unknown system {name!r}; known are: {', '.join(SYSTEMS)}")
     try:
-        given = json.loads(brace + settings) if brace else {}
-        return SLOSpecConfig.model_validate({**SYSTEMS.get(name, {}), **given})
+        overrides = json.loads(brace + settings) if brace else {}
+        return SLOSpecConfig.model_validate({**SYSTEMS.get(name, {}), **overrides})
     except json.JSONDecodeError as error:
         column = system.index("{") + error.colno
         raise InvalidInputError(f"system {system!r}: column {column}: {error.msg}") from error
@@ -101,28 +101,26 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Destination:
     """The replica that a request is sent to."""
 
     replica: int
-    may_refuse: bool = (
-        False  # the replica may return the request to the router instead of guaranteeing its SLOs
-    )
+    # The replica may return the request to the router instead of guaranteeing its SLOs
+    may_refuse: bool = False
 
 
-Router = Callable[[Arrival], Placement]
+Router = Callable[[Arrival], Destination]
 MAX_HOPS = 3  # from one replica to the next; the paper, with up to four replicas, does not say
-WITHOUT_SLO = Need(
-    0, 0
-)  # goes to the replica with the fewest unfinished requests, then the least prefill
+# Goes to the replica with the fewest unfinished requests, then the least prefill
+WITHOUT_SLO = Need(0, 0)
 
 
-def by_guarantees(arrival: Arrival) -> Placement:
+def by_guarantees(arrival: Arrival) -> Destination:
     """Return the best replica that has not refused the request; the least loaded one if all have."""
     if not arrival.need.has_slo or len(arrival.refused_by) == len(arrival.loads):
-        return Placement(ranked(arrival.loads, WITHOUT_SLO)[0])
+        return Destination(ranked(arrival.loads, WITHOUT_SLO)[0])
     order = ranked(arrival.loads, arrival.need)
-    return Placement(
+    return Destination(
         next(index for index in order if index not in arrival.refused_by), may_refuse=True
     )
 
@@ -135,18 +133,18 @@ def sequential(seed: int) -> Router:
     one as best effort."""
     number = itertools.count()
 
-    def choose(arrival: Arrival) -> Placement:
+    def choose(arrival: Arrival) -> Destination:
         if not arrival.refused_by:
-            return Placement(next(number) % len(arrival.loads), may_refuse=arrival.need.has_slo)
+            return Destination(next(number) % len(arrival.loads), may_refuse=arrival.need.has_slo)
         last = arrival.refused_by[-1]
         if len(arrival.refused_by) > min(MAX_HOPS, len(arrival.loads) - 1):
-            return Placement(last)
-        return Placement((last + 1) % len(arrival.loads), may_refuse=True)
+            return Destination(last)
+        return Destination((last + 1) % len(arrival.loads), may_refuse=True)
 
     return choose
 
 
-def by_full_knowledge(arrival: Arrival) -> Placement:
+def by_full_knowledge(arrival: Arrival) -> Destination:
     """Return the replica where the request brings all requests least closer to missing their SLOs.
 
     In addition to reports, the current state of every replica is used, and the progress and output
@@ -156,7 +154,7 @@ def by_full_knowledge(arrival: Arrival) -> Placement:
         _closeness(arrival, index, True) - _closeness(arrival, index, False)
         for index in range(len(arrival.loads))
     ]
-    return Placement(int(np.argmin(costs)))
+    return Destination(int(np.argmin(costs)))
 
 
 def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
@@ -185,21 +183,21 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
 def round_robin(seed: int) -> Router:
     """Return a router to each replica in turn."""
     number = itertools.count()
-    return lambda arrival: Placement(next(number) % len(arrival.loads))
+    return lambda arrival: Destination(next(number) % len(arrival.loads))
 
 
-def by_shortest_queue(arrival: Arrival) -> Placement:
+def by_shortest_queue(arrival: Arrival) -> Destination:
     """Return the first replica with the fewest unfinished requests."""
-    return Placement(int(np.argmin([load.num_requests for load in arrival.loads])))
+    return Destination(int(np.argmin([load.num_requests for load in arrival.loads])))
 
 
 def power_of_two(seed: int) -> Router:
     """Return a router to the one of two random replicas with fewer unfinished requests."""
     rng = np.random.default_rng([seed, 2])
 
-    def choose(arrival: Arrival) -> Placement:
+    def choose(arrival: Arrival) -> Destination:
         pair = rng.choice(len(arrival.loads), 2, replace=False).tolist()
-        return Placement(min(pair, key=lambda index: arrival.loads[index].num_requests))
+        return Destination(min(pair, key=lambda index: arrival.loads[index].num_requests))
 
     return choose
 

@@ -21,9 +21,8 @@ from hf_slospec.lab.files import read_json, validated
 from hf_slospec.tree.tree import FloatArray, IntArray
 
 NUM_CHILDREN = 4  # default number of children per position of synthetic texts
-MAX_SCALE = (
-    50.0  # standard deviation of log-probability changes at which the distance reaches its maximum
-)
+# Standard deviation of log-probability changes at which the distance reaches its maximum
+MAX_SCALE = 50.0
 NUM_REST = 28  # tokens besides the children, if the draft's probabilities differ from the target's
 
 
@@ -37,9 +36,8 @@ class SimulatedText:
 
     # [length, num_children] f64, probabilities of the draft's candidates, descending
     child_probs: FloatArray
-    ranks: (
-        IntArray  # [length] int64, rank of the target's token; num_children: none of the candidates
-    )
+    # [length] int64, rank of the target's token; num_children: none of the candidates
+    ranks: IntArray
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -184,9 +182,8 @@ class Library:
         self.matched = matched
         self.lengths = np.array([len(text) for text in texts])
         self.starts = np.cumsum(self.lengths) - self.lengths  # [num_texts] int64
-        self.child_probs = np.concatenate(
-            [text.child_probs for text in texts]
-        )  # [num_rows, num_children] f64
+        # [num_rows, num_children] f64
+        self.child_probs = np.concatenate([text.child_probs for text in texts])
         self.ranks = np.concatenate([text.ranks for text in texts])  # [num_rows] int64
 
     @property

@@ -11,13 +11,14 @@ from pydantic import Field, model_validator
 
 from hf_slospec.errors import InputModel, InvalidInputError
 
+# Without effect on the drafter; files count by their content
 WITHOUT_EFFECT = {
     "out",
     "data",
     "exclude",
     "minutes",
     "features_gb",
-}  # on the drafter; files count by their content
+}
 
 
 class TrainingOptions(InputModel):

@@ -28,9 +28,8 @@ class TextBatch(NamedTuple):
     ids: torch.Tensor  # [batch, length] int64
     counts: torch.Tensor  # [batch, length] bool, whether the next token is one to draft
     features: torch.Tensor  # [batch, length, num_features]
-    probs: (
-        torch.Tensor | None
-    )  # [batch, length, draft_vocab] f32, of the next token; None: not known
+    # [batch, length, draft_vocab] f32, of the next token; None: not known
+    probs: torch.Tensor | None
 
 
 class UnrolledLevel(NamedTuple):
@@ -38,9 +37,8 @@ class UnrolledLevel(NamedTuple):
 
     logits: torch.Tensor  # [batch, num_entries, draft_vocab]
     positions: torch.Tensor  # [num_entries] int64, whose next tokens are predicted
-    log_acceptance: torch.Tensor | None = (
-        None  # [batch, num_entries] f32, by a confidence head; None: there is none
-    )
+    # [batch, num_entries] f32, by a confidence head; None: there is none
+    log_acceptance: torch.Tensor | None = None
 
 
 def unrolled(
@@ -110,9 +108,8 @@ def unrolled_blocks(
     length = ids.shape[1] - 1 - levels
     device = ids.device
     cache = DynamicCache()
-    roots = torch.arange(
-        1 + first, 1 + length, stride, device=device
-    )  # tokens with which blocks begin
+    # Tokens with which blocks begin
+    roots = torch.arange(1 + first, 1 + length, stride, device=device)
     tokens = torch.full((len(ids), len(roots), levels), head.mask_token_id, device=device)
     tokens[..., 0] = ids[:, roots]
     context = torch.arange(length, device=device)

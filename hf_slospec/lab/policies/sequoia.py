@@ -21,9 +21,8 @@ from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, ranks_by_key
 
-TreeTime = Callable[
-    [IntArray, IntArray], FloatArray
-]  # nodes [m, 1], levels with the root [l] -> seconds [m, l]
+# Nodes [m, 1], levels with the root [l] -> seconds [m, l]
+TreeTime = Callable[[IntArray, IntArray], FloatArray]
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class StaticTree:
     """Tree shape, independent of tokens. Parents precede children."""
 
     parents: tuple[int, ...]  # -1 at the root
-    ranks: tuple[
-        int, ...
-    ]  # rank among the siblings; 0: the draft's most probable child, and the root
+    # Rank among the siblings; 0: the draft's most probable child, and the root
+    ranks: tuple[int, ...]
 
     @classmethod
     def of_expansion(cls, expansion: Sequence[int]) -> StaticTree:
@@ -118,9 +116,8 @@ class Sequoia:
         self._values[1, 1:, 0] = 1.0
         self.expected = np.full((max_nodes + 1, max_levels + 1), -np.inf)
         sizes = np.arange(max_nodes + 1)
-        self._rest = np.maximum(
-            sizes[:, None] - sizes, 0
-        )  # [m, y] nodes of the last child's subtree: m - y
+        # [m, y] nodes of the last child's subtree: m - y
+        self._rest = np.maximum(sizes[:, None] - sizes, 0)
         for levels in range(1, max_levels + 1):
             for count in range(1, len(acceptance) + 1):
                 self._values[:, levels, count] = self._splits(levels, count).max(axis=1)
@@ -152,13 +149,11 @@ class Sequoia:
         ranks = [0]
         sizes = [num_nodes]
         levels = [num_levels]
-        for node, (size, level) in enumerate(
-            zip(sizes, levels, strict=True)
-        ):  # they grow during the iteration
+        # They grow during the iteration
+        for node, (size, level) in enumerate(zip(sizes, levels, strict=True)):
             for count in range(int(np.argmax(self._values[size, level])), 0, -1):
-                rest = int(
-                    np.argmax(self._splits(level, count)[size])
-                )  # nodes outside of the last child's subtree
+                # Nodes outside of the last child's subtree
+                rest = int(np.argmax(self._splits(level, count)[size]))
                 parents.append(node)
                 ranks.append(count - 1)
                 sizes.append(size - rest)

@@ -117,9 +117,8 @@ class SLOsServePolicy(SmartSpecPolicy):
         """
         num_free = int(counts[is_free].sum())
         longest = int(solution.lengths.max())
-        num_bound = int(
-            (solution.lengths * counts)[~is_free].sum()
-        )  # nodes for requests with a TPOT SLO
+        # Nodes for requests with a TPOT SLO
+        num_bound = int((solution.lengths * counts)[~is_free].sum())
         num_nodes = num_bound + num_free * np.arange(1, longest + 1)
         seconds = self.costs.shape_s(
             batch.requests, longest - 1, 1, num_nodes + batch.num_prefill_tokens

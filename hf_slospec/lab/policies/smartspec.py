@@ -52,9 +52,8 @@ class Batch:
     keys: IntArray  # [num_requests] int64, cached tokens
     # [num_requests] int64, maximum useful lengths; a chain of k tokens commits up to k + 1
     useful: IntArray
-    slots_left: (
-        float  # K/V slots without a cached token of a decoding request, whether it runs or not
-    )
+    # K/V slots without a cached token of a decoding request, whether it runs or not
+    slots_left: float
 
     @property
     def num_keys(self) -> int:
@@ -115,9 +114,8 @@ class SmartSpecPolicy(NamedPolicy):
         self.kv_tokens = math.inf if kv_tokens is None else kv_tokens
         self.prefill_disabling = config.options_of(SmartSpecOptions).prefill_disabling
         self.acceptance = MovingAcceptance()
-        self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = (
-            WeakKeyDictionary()
-        )  # per request
+        # Per request
+        self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = WeakKeyDictionary()
         self.undrafted: WeakSet[Request] = WeakSet()  # requests that are never drafted for
         self._seen: WeakSet[Request] = WeakSet()
         self._was_plain: deque[bool] = deque(maxlen=RECENT)
@@ -281,9 +279,8 @@ class SmartSpecPolicy(NamedPolicy):
         """Return the seconds of drafting in such steps: of each level for the requests that draft
         it (equation 5).
         """
-        is_drafted = lengths[..., None] > np.arange(
-            max(int(lengths.max()), 1)
-        )  # [num_requests, options, levels]
+        # [num_requests, options, levels]
+        is_drafted = lengths[..., None] > np.arange(max(int(lengths.max()), 1))
         num_drafting = add(is_drafted)
         num_keys = add(is_drafted * batch.keys[:, None, None])
         first_s, both_s = (

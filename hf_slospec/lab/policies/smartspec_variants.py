@@ -113,9 +113,10 @@ class HeadsPolicy(NamedPolicy):
         best = int(np.argmax(goodput))
         depth = int(depths[best])
         best_widths = shapes[best].tolist()
+        # By tree depth
         self._expected = [
             float(heads_tokens(rates[:end], best_widths[:end])) for end in range(depth + 1)
-        ]  # by tree depth
+        ]
         self._shape = StaticTree.of_expansion(best_widths[:depth])
         self._step_s = float(seconds[best])
         return Plan(depth, int(widths[best]))
@@ -176,9 +177,8 @@ class TurboSpecPolicy(SmartSpecPolicy):
         super().__init__(config, costs)
         self.off_size = math.inf  # size of the last batch for which not drafting was best
         self._num_skipped = 0
-        self._num_unused = (
-            0  # consecutive steps that verified none of the proposals, pauses included
-        )
+        # Consecutive steps that verified none of the proposals, pauses included
+        self._num_unused = 0
 
     def _to_draft(self, batch: Batch) -> IntArray:
         if self._is_drafting_costly():

@@ -58,18 +58,18 @@ def grown_nodes(
     forest = Forest.of(trees)
     path_probs = forest.path_probs
     is_kept = forest.depths == 0
-    kept = np.empty(0, np.int64)  # best first
+    grown = np.empty(0, np.int64)  # best first
     for depth in range(1, max_depth + 1):
         layer = np.flatnonzero((forest.depths == depth) & is_kept[forest.parents])
         layer = layer[np.argsort(-path_probs[layer], kind="stable")]
         for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
             layer = layer[ranks_by_key(key[layer]) < limit]
-        nodes = np.concatenate((kept, np.sort(layer)))
+        nodes = np.concatenate((grown, np.sort(layer)))
         best = _best(path_probs[nodes], forest.tree_of[nodes], budget - len(trees), max_nodes - 1)
-        kept = nodes[best]
+        grown = nodes[best]
         is_kept[:] = forest.depths == 0
-        is_kept[kept] = True
-    return forest.nodes(kept)
+        is_kept[grown] = True
+    return forest.nodes(grown)
 
 
 def _best(path_probs: FloatArray, tree_of: IntArray, budget: int, max_nodes: int) -> IntArray:
@@ -82,8 +82,8 @@ def _best(path_probs: FloatArray, tree_of: IntArray, budget: int, max_nodes: int
     """
     best = np.argsort(-path_probs, kind="stable")
     best = best[path_probs[best] > 0.0]
-    kept: IntArray = best[ranks_by_key(tree_of[best]) < max_nodes][: max(budget, 0)]
-    return kept
+    limited: IntArray = best[ranks_by_key(tree_of[best]) < max_nodes][: max(budget, 0)]
+    return limited
 
 
 class StopRule:
@@ -157,9 +157,8 @@ def important_nodes(
     """
     forest = Forest.of(trees)
     ranked = forest.canonical(forest.path_probs)
-    ranked = ranked[
-        np.argsort(forest.tree_of[ranked], kind="stable")
-    ]  # tree after tree, best nodes first
+    # Tree after tree, best nodes first
+    ranked = ranked[np.argsort(forest.tree_of[ranked], kind="stable")]
     tree_of = forest.tree_of[ranked]
     path_probs = forest.path_probs[ranked]
     seconds = np.array([1.0 if tpot_slo_s is None else tpot_slo_s for tpot_slo_s in tpot_slos_s])
@@ -184,9 +183,9 @@ def _expected_before(path_probs: FloatArray, ranks: IntArray) -> FloatArray:
         path_probs: [num_nodes] f64, tree after tree.
         ranks: [num_nodes] int64, ranks of the nodes in their trees.
     """
-    before = np.cumsum(path_probs) - path_probs
+    sums = np.cumsum(path_probs) - path_probs
     firsts = np.arange(len(ranks)) - ranks
-    expected: FloatArray = 1.0 + before - before[firsts]
+    expected: FloatArray = 1.0 + sums - sums[firsts]
     return expected
 
 
@@ -265,7 +264,7 @@ class ThesisPolicy(_ThesisPolicy):
             candidates, self.budget, self.max_tree_nodes, config.max_depth, config.max_width
         )
         return selection_of(
-            [tree.subtree(kept) for tree, kept in zip(candidates, nodes, strict=True)]
+            [tree.subtree(grown) for tree, grown in zip(candidates, nodes, strict=True)]
         )
 
 
