@@ -173,7 +173,8 @@ def _jobs(path: Path, reader: csv.DictReader[str], base_tpot_s: float | None) ->
         )
     if unknown := [name for name in names if name not in (*REQUIRED, *OPTIONAL)]:
         raise InvalidFileError(
-            f"{path}:1: unknown column {', '.join(unknown)}; known: {', '.join(REQUIRED + OPTIONAL)}"
+            f"{path}:1: unknown column {', '.join(unknown)}; known: "
+            f"{', '.join(REQUIRED + OPTIONAL)}"
         )
     if "slo" in names and "slo_ratio" in names:
         raise InvalidFileError(
@@ -206,7 +207,8 @@ def _job(where: str, row: dict[str, str | None], base_tpot_s: float | None) -> J
     max_new_tokens = values["max_new_tokens"]
     if max_new_tokens is not None and max_new_tokens < num_output:
         raise InvalidFileError(
-            f"{where}: column max_new_tokens: {max_new_tokens} is less than the {num_output} output_tokens"
+            f"{where}: column max_new_tokens: {max_new_tokens} is less than the {num_output} "
+            "output_tokens"
         )
     tpot_slo_s = values["slo"]
     ratio = values["slo_ratio"]

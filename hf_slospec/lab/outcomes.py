@@ -120,7 +120,7 @@ METRICS: dict[str, Metric] = {
 
 @dataclass
 class Totals:
-    """Sums over the decoding steps of a run, and number and seconds of the steps that only prefill."""
+    """Sums over the decoding steps of a run; number and seconds of steps that only prefill."""
 
     num_steps: int = 0
     num_prefills: int = 0

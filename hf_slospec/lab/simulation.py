@@ -144,7 +144,7 @@ class Replica:
         return event
 
     def report(self) -> None:
-        """Publish the load after a step; until the step ends, the router knows the load before it."""
+        """Publish the load after a step; until it ends, the router knows the load before it."""
         self._reported = self._next_report
         self._next_report = load_of(self.scheduler)
 
@@ -189,12 +189,13 @@ class Simulation:
             raise InvalidInputError(f"replicas must be within 1..{MAX_REPLICAS}, got {replicas}")
         if len(library.lengths) != len(jobs):
             raise InvalidInputError(
-                f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} texts"
+                f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} "
+                "texts"
             )
         if config.policy not in ("none", "auto") and config.max_width > library.num_children:
             raise InvalidInputError(
-                f"max_width is {config.max_width}, but the texts have only {library.num_children} children per "
-                "position; lower max_width, or write the texts with more num_children"
+                f"max_width is {config.max_width}, but the texts have only {library.num_children} "
+                "children per position; lower max_width, or write the texts with more num_children"
             )
         if not all(0.0 <= job.arrival_s <= MAX_TIME_S for job in jobs):
             raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
@@ -222,9 +223,12 @@ class Simulation:
             needed = job.input_tokens + job.max_output_tokens + limits.max_nodes
             if needed > limits.kv_tokens:
                 raise InvalidInputError(
-                    f"request {index} needs {needed} tokens of K/V cache ({job.input_tokens} for its prompt, "
-                    f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft tree), "
-                    f"but the hardware has {limits.kv_tokens}; raise kv_tokens or shorten the request"
+                    f"request {index} needs {needed} tokens of K/V cache ({job.input_tokens} for "
+                    "its prompt, "
+                    f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft "
+                    "tree), "
+                    f"but the hardware has {limits.kv_tokens}; raise kv_tokens or shorten the "
+                    "request"
                 )
         self._router = router_of(router, seed)
         # Requests that arrive after the end of another, by the other
@@ -234,14 +238,15 @@ class Simulation:
             if job.after is not None:
                 if not 0 <= job.after < index:
                     raise InvalidInputError(
-                        f"request {index} follows request {job.after}; a request can only follow one before it"
+                        f"request {index} follows request {job.after}; a request can only follow "
+                        "one before it"
                     )
                 self._followers.setdefault(job.after, []).append(index)
                 longest = jobs[job.after].input_tokens + jobs[job.after].output_tokens
             if job.continues and job.input_tokens <= longest:
                 raise InvalidInputError(
-                    f"request {index} continues another, so `after` must name that one, and its own input_tokens must "
-                    "exceed input_tokens + output_tokens of that one"
+                    f"request {index} continues another, so `after` must name that one, and its "
+                    "own input_tokens must exceed input_tokens + output_tokens of that one"
                 )
         self._requests = [
             _RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)

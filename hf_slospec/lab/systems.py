@@ -116,7 +116,7 @@ WITHOUT_SLO = Need(0, 0)
 
 
 def by_guarantees(arrival: Arrival) -> Destination:
-    """Return the best replica that has not refused the request; the least loaded one if all have."""
+    """Return the best replica that has not refused the request; if all have, the least loaded."""
     if not arrival.need.has_slo or len(arrival.refused_by) == len(arrival.loads):
         return Destination(ranked(arrival.loads, WITHOUT_SLO)[0])
     order = ranked(arrival.loads, arrival.need)

@@ -228,7 +228,8 @@ class RecordedText(BaseModel):
         width = len(self.child_probs[0])
         if not width or any(len(row) != width for row in self.child_probs):
             raise ValueError(
-                "child_probs must have the same number of probabilities, at least one, for every token"
+                "child_probs must have the same number of probabilities, at least one, for every "
+                "token"
             )
         if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
             raise ValueError("child_probs must lie within 0..1")
@@ -240,7 +241,8 @@ class RecordedText(BaseModel):
             not 0 <= rank <= width for rank in self.ranks
         ):
             raise ValueError(
-                f"ranks must be the index of one of the {width} children, or {width}, for every token"
+                f"ranks must be the index of one of the {width} children, or {width}, for every "
+                "token"
             )
         return self
 

@@ -122,7 +122,8 @@ def arrivals(
         )
     if number / rate > MAX_SPAN_S:
         raise InvalidInputError(
-            f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more than {MAX_SPAN_S:g} "
+            f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more "
+            f"than {MAX_SPAN_S:g} "
             "s; raise the rate, or simulate fewer requests"
         )
     if kind == "poisson":
@@ -254,11 +255,18 @@ def jobs_of(
         num_think = 0 if kind.think is None else kind.think.draw(rng)
         jobs.append(
             Job(
-                float(time_s), num_input, num_think + num_output, kind.tpot_slo_s, ttft_slo_s, kind.name, kind.priority,
-                think_tokens=num_think, think_tpot_slo_s=kind.think_tpot_slo_s,
+                float(time_s),
+                num_input,
+                num_think + num_output,
+                kind.tpot_slo_s,
+                ttft_slo_s,
+                kind.name,
+                kind.priority,
+                think_tokens=num_think,
+                think_tpot_slo_s=kind.think_tpot_slo_s,
                 answer_ttft_slo_s=kind.answer_ttft_slo_s,
             )
-        )  # fmt: skip
+        )
     return jobs
 
 

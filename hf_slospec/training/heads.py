@@ -55,7 +55,8 @@ def _mtp(target: PreTrainedModel) -> MtpHead:
         head.norm.load_state_dict(decoder.norm.state_dict())
     except (AttributeError, TypeError, RuntimeError) as error:
         raise UnsupportedModelError(
-            f"--kind mtp cannot use the layers of {type(target).__name__}: {error}; give --kind eagle3"
+            f"--kind mtp cannot use the layers of {type(target).__name__}: {error}; give --kind "
+            "eagle3"
         ) from error
     return head
 

@@ -176,7 +176,8 @@ def train_drafter(
         return None
     held_out, training = texts
     show(
-        f"{len(training)} texts of {sum(len(text.ids) for text in training)} tokens, {len(held_out)} held out"
+        f"{len(training)} texts of {sum(len(text.ids) for text in training)} tokens, "
+        f"{len(held_out)} held out"
     )
     counts = torch.bincount(
         torch.tensor([token for text in training for token in text.ids]),
@@ -222,8 +223,8 @@ def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> N
     ]
     if changed:
         raise InvalidInputError(
-            f"{out} holds a training with other settings: {', '.join(changed)}; give the same ones to go on, or "
-            "another --out"
+            f"{out} holds a training with other settings: {', '.join(changed)}; give the same "
+            "ones to go on, or another --out"
         )
 
 

@@ -81,7 +81,8 @@ class Teacher:
             )
             if missing > (free := shutil.disk_usage(folder).free):
                 raise InvalidInputError(
-                    f"--features-gb {limit_gb:g} needs {missing / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} "
+                    f"--features-gb {limit_gb:g} needs {missing / 1e9:.1f} GB more, and {folder} "
+                    f"has {free / 1e9:.1f} "
                     "GB of room; give less, or another --out"
                 )
             kept = torch.from_file(str(path), shared=True, size=num_values, dtype=KEPT_DTYPE)
@@ -154,6 +155,6 @@ class Teacher:
             computed, expected, rtol=0.05, atol=0.05
         ):
             raise UnsupportedModelError(
-                f"the logits of {type(self.target).__name__} are not those of its last hidden state by its output "
-                "layer, which training needs; give another target"
+                f"the logits of {type(self.target).__name__} are not those of its last hidden "
+                "state by its output layer, which training needs; give another target"
             )

@@ -135,8 +135,10 @@ def collect(
         )
         if not batches[0] or not any(batches[-MAX_EMPTY:]):
             raise InvalidInputError(
-                f"there is hardly a text to train on: they must have at least {MIN_LEN} tokens, {MIN_NEW} of them "
-                f"behind a prompt within --seq-len {options.seq_len}, and hold no turn of --exclude; give other --data"
+                f"there is hardly a text to train on: they must have at least {MIN_LEN} tokens, "
+                f"{MIN_NEW} of them "
+                f"behind a prompt within --seq-len {options.seq_len}, and hold no turn of "
+                "--exclude; give other --data"
             )
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(batches[-1]) + "\n")
@@ -175,8 +177,8 @@ def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int, batch: int) -
     if path.suffix == ".jsonl":
         if getattr(tokenizer, "chat_template", None) is None:
             raise InvalidInputError(
-                f"--data {path} holds conversations, and the target's tokenizer has no chat template; give plain text "
-                "in a file with another ending"
+                f"--data {path} holds conversations, and the target's tokenizer has no chat "
+                "template; give plain text in a file with another ending"
             )
         items = [_item(tokenizer, messages, where) for where, messages in conversations(path)]
     else:
@@ -223,7 +225,7 @@ def conversations(path: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
 
 
 def _messages(record: Any, where: str) -> list[dict[str, str]]:
-    """Return the messages of a conversation, with roles and contents as chat templates take them."""
+    """Return the messages of a conversation, with roles and contents for chat templates."""
     listed = (
         next((record[key] for key in KEYS if key in record), None)
         if isinstance(record, dict)
@@ -310,8 +312,8 @@ def own_texts(tokenizer: Any, write: Write, batch: int) -> Source:
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if first is None:
             raise InvalidInputError(
-                "the target's tokenizer has no chat template, no bos_token and no eos_token to begin a text with; give "
-                "texts with --data"
+                "the target's tokenizer has no chat template, no bos_token and no eos_token to "
+                "begin a text with; give texts with --data"
             )
 
         def items(_: int, seed: int) -> list[Item]:

@@ -37,8 +37,9 @@ class SmartSpecOptions(PolicyOptions):
         0.7,
         ge=0,
         le=1,
-        description="Requests that arrive while more than this share of the last 100 steps drafted nothing are never "
-        "drafted for, which saves the draft's prefill. 1: all requests are drafted for.",
+        description="Requests that arrive while more than this share of the last 100 steps "
+        "drafted nothing are never drafted for, which saves the draft's prefill. 1: all requests "
+        "are drafted for.",
     )
 
 
@@ -226,7 +227,7 @@ class SmartSpecPolicy(NamedPolicy):
         return share > self.prefill_disabling
 
     def _is_drafting_costly(self) -> bool:
-        """Return whether there is a draft model; without one, no prefill is saved by not drafting."""
+        """Return whether there is a draft model, whose prefill is saved by not drafting."""
         return float(self.costs.draft_s(1, 1, 1)) > 0.0
 
     def _best(
