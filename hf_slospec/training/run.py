@@ -260,15 +260,15 @@ class Trainer:
         )
         self.batch_of = batches(options.seed, [len(text.ids) for text in training], options.batch)
         module = own_modules(head, target)
-        matrices = []
-        rest = []
+        matrices: list[torch.nn.Parameter] = []
+        vectors: list[torch.nn.Parameter] = []
         for name, parameter in module.named_parameters():
             is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
             is_muons = is_matrix and not name.startswith(PER_TOKEN)
-            (matrices if is_muons else rest).append(parameter)
+            (matrices if is_muons else vectors).append(parameter)
         optimizers = (
             Muon(matrices, lr=MATRICES_RATE, weight_decay=0.01, momentum=0.95),
-            torch.optim.AdamW(rest, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(vectors, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),
         )
         warm_up = int(WARM_UP * options.steps)
         decay = int(DECAY * options.steps)
