@@ -205,18 +205,10 @@ class SimulatedDrafter(Drafter):
             levels.append(self._expand(requests, levels[-1], depth, plan.width))
             num_levels += is_drafting
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
-        trees = [
-            tree.up_to(depth)
-            for tree, depth in zip(self._trees(levels), num_levels.tolist(), strict=True)
-        ]
-        if self.library.matched == 1.0:
-            return trees
-        # As if prompt lookup had a match
-        is_matched = self._rng.random(len(requests)) < self.library.matched
-        return [
-            tree if has_match else tree.up_to(0)
-            for tree, has_match in zip(trees, is_matched, strict=True)
-        ]
+        if self.library.matched < 1.0:  # as if prompt lookup had no match
+            num_levels[self._rng.random(num_requests) >= self.library.matched] = 0
+        pairs = zip(self._trees(levels), num_levels.tolist(), strict=True)
+        return [tree.up_to(depth) for tree, depth in pairs]
 
     def release(self, request: Request) -> None:
         """Drop the request's K/V of the draft."""

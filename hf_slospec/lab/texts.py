@@ -4,7 +4,6 @@ runs.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -231,15 +230,15 @@ class RecordedText(BaseModel):
                 "child_probs must have the same number of probabilities, at least one, for every "
                 "token"
             )
-        if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
+        probs = np.array(self.child_probs)
+        if not ((probs >= 0.0) & (probs <= 1.0 + 1e-6)).all():
             raise ValueError("child_probs must lie within 0..1")
-        if any(sum(row) > 1.001 for row in self.child_probs):  # the recorded values are rounded
+        if (probs.sum(axis=1) > 1.001).any():  # the recorded values are rounded
             raise ValueError("child_probs of a token must not sum to more than 1")
-        if any(a < b for row in self.child_probs for a, b in itertools.pairwise(row)):
+        if (np.diff(probs, axis=1) > 0.0).any():
             raise ValueError("child_probs must be in descending order")
-        if len(self.ranks) != len(self.child_probs) or any(
-            not 0 <= rank <= width for rank in self.ranks
-        ):
+        ranks = np.array(self.ranks)
+        if ranks.shape != probs.shape[:1] or ((ranks < 0) | (ranks > width)).any():
             raise ValueError(
                 f"ranks must be the index of one of the {width} children, or {width}, for every "
                 "token"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -14,7 +14,7 @@ from pydantic import Field
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.interfaces import Plan, Selection
-from hf_slospec.policies.adaserve import required_tokens
+from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.registry import (
     NamedPolicy,
@@ -220,20 +220,14 @@ class CappedThesisSLOOptions(ThesisSLOOptions):
     )
 
 
-class _ThesisPolicy(NamedPolicy):
-    """Policy that drafts whole beams and prunes them to one token budget."""
-
-    def __init__(self, config: PolicySettings, costs: StepCosts):
-        super().__init__(config, costs)
-        self.budget = config.token_budget or roofline_tokens(costs)
-
-    def _shape(self, requests: Sequence[Request]) -> Plan:
-        if self.budget <= len(requests):  # the roots alone fill the budget
-            return Plan(0, 1)
-        return Plan(max_useful_depth(requests, self.config.max_depth), self.config.max_width)
+def whole_beam(requests: Sequence[Request], config: PolicySettings, budget: int) -> tuple[int, int]:
+    """Return the depth and width of whole beams; no depth where the roots alone fill the budget."""
+    if budget <= len(requests):
+        return 0, 1
+    return max_useful_depth(requests, config.max_depth), config.max_width
 
 
-class ThesisPolicy(_ThesisPolicy):
+class ThesisPolicy(NamedPolicy):
     """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S),
     by Algorithm 1.
 
@@ -247,13 +241,14 @@ class ThesisPolicy(_ThesisPolicy):
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
+        self.budget = config.token_budget or roofline_tokens(costs)
         self.max_tree_nodes = config.options_of(ThesisOptions).max_tree_nodes or self.budget
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
     ) -> Plan:
         rule = StopRule(len(requests), self.budget, self.max_tree_nodes)
-        return replace(self._shape(requests), goes_on=rule.goes_on)
+        return Plan(*whole_beam(requests, self.config, self.budget), goes_on=rule.goes_on)
 
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
@@ -268,7 +263,7 @@ class ThesisPolicy(_ThesisPolicy):
         )
 
 
-class ThesisSLOPolicy(_ThesisPolicy):
+class ThesisSLOPolicy(AdaServePolicy):
     """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
 
     As one of n requests may get all of the budget N but the others' roots, candidate trees must
@@ -276,37 +271,33 @@ class ThesisSLOPolicy(_ThesisPolicy):
     """
 
     name = "thesis-slo"
-    options = ThesisSLOOptions
+    options: ClassVar[type[PolicyOptions]] = ThesisSLOOptions
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.slack_s = config.options_of(ThesisSLOOptions).slack
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
-    def plan(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> Plan:
-        self._begun_s = begun_s
-        return self._shape(requests)
+    def _shape(self, requests: Sequence[Request]) -> tuple[int, int]:
+        return whole_beam(requests, self.config, self.budget)
 
-    def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
-    ) -> Selection:
-        step_s = sum(self._latencies) / max(len(self._latencies), 1)
-        candidates = without_useless_nodes(requests, candidates)
-        nodes = important_nodes(
+    def _step_s(self, requests: Sequence[Request], plan: Plan) -> float:
+        return sum(self._latencies) / max(len(self._latencies), 1)
+
+    def _nodes(
+        self,
+        requests: Sequence[Request],
+        candidates: Sequence[TokenTree],
+        required: Sequence[float],
+    ) -> list[IntArray]:
+        return important_nodes(
             candidates,
-            [
-                required_tokens(*request.decoded(self._begun_s), step_s, request.pace_s)
-                for request in requests
-            ],
+            required,
             [request.pace_s for request in requests],
             min(self.budget, len(requests) + self.max_nodes(self.config)),
             slack_s=self.slack_s,
             max_slo_nodes=self._max_slo_nodes(len(requests)),
         )
-        trees = [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)]
-        return selection_of(trees, step_s)
 
     def _max_slo_nodes(self, num_requests: int) -> int | None:
         return None
