@@ -6,8 +6,10 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
@@ -230,18 +232,18 @@ class SimulatedDrafter(Drafter):
         num_children = min(width, library.num_children)
         probs = library.child_probs[rows, :num_children].reshape(len(requests), beam, num_children)
         ranks = library.ranks[rows].reshape(len(requests), beam, 1)
-        path_probs = (above.path_probs[..., None] * probs).reshape(len(requests), -1)
-        min_probs = np.minimum(above.min_probs[..., None], probs).reshape(len(requests), -1)
-        is_correct = (above.is_correct[..., None] & (ranks == np.arange(num_children))).reshape(
-            len(requests), -1
+        children: list[npt.NDArray[Any]] = [
+            above.path_probs[..., None] * probs,
+            np.minimum(above.min_probs[..., None], probs),
+            above.is_correct[..., None] & (ranks == np.arange(num_children)),
+        ]
+        children = [values.reshape(len(requests), -1) for values in children]
+        order = np.argsort(-children[0], axis=1, kind="stable")[:, :width]
+        path_probs, min_probs, is_correct = (
+            np.take_along_axis(values, order, axis=1) for values in children
         )
-        order = np.argsort(-path_probs, axis=1, kind="stable")[:, :width]
         return _Level(
-            np.take_along_axis(path_probs, order, axis=1),
-            np.take_along_axis(min_probs, order, axis=1),
-            np.take_along_axis(is_correct, order, axis=1),
-            order % num_children,
-            order // num_children,
+            path_probs, min_probs, is_correct, order % num_children, order // num_children
         )
 
     def _trees(self, levels: Sequence[_Level]) -> list[TokenTree]:
