@@ -159,7 +159,7 @@ JSON = st.recursive(
 
 
 @given(data=JSON, indent=st.sampled_from([None, 1, "\t"]), draw=st.data())
-def test_places_are_where_values_begin(data, indent, draw):
+def test_line_and_column_are_where_a_value_begins(data, indent, draw):
     text = json.dumps(data, indent=indent)
     value = data
     location = []

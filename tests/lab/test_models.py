@@ -57,7 +57,7 @@ def test_candidate_trees_are_sound_and_within_the_plan(seed, depth, width, num_r
 
 @given(seed=SEEDS, depth=st.integers(1, 5), width=st.integers(1, 4), emitted=st.integers(0, 4))
 @settings(deadline=None)
-def test_where_every_place_is_alike_the_beam_is_the_best_of_all_paths(seed, depth, width, emitted):
+def test_the_beam_holds_the_best_paths_where_all_positions_are_alike(seed, depth, width, emitted):
     rng = np.random.default_rng(seed)
     row = np.sort(rng.dirichlet(np.ones(4)))[::-1][:3]
     library = Library(
@@ -98,7 +98,7 @@ def test_chains_on_the_true_path_hold_its_own_probabilities(seed, depth, emitted
 
 @given(seed=SEEDS, depth=st.integers(1, 6), width=st.integers(1, 4))
 @settings(deadline=None)
-def test_what_is_accepted_is_the_text_as_far_as_the_tree_has_it(seed, depth, width):
+def test_accepted_tokens_are_the_text_as_far_as_the_tree_holds_it(seed, depth, width):
     library = library_of(seed, 12)
     clock = VirtualClock()
     request = request_of(0)

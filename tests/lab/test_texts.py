@@ -106,7 +106,7 @@ def test_chains_are_accepted_as_often_as_asked_for(acceptance):
     assert np.std(rates) > 0.07, "requests differ in how difficult they are"
 
 
-def test_without_spread_all_requests_are_alike_and_places_are_independent():
+def test_without_spread_requests_are_alike_and_positions_independent():
     model = TextModel(0.8, spread=math.inf, evenness=math.inf, sibling=0.0)
     text = model.write(np.random.default_rng(2), 50_000)
     assert text.child_probs[:, 0] == pytest.approx(0.8)
@@ -114,7 +114,7 @@ def test_without_spread_all_requests_are_alike_and_places_are_independent():
     assert in_a_row.mean() == pytest.approx(sum(0.8**depth for depth in range(1, 6)), rel=0.01)
 
 
-def test_a_library_finds_places_of_each_text_and_ends_go_on():
+def test_a_library_repeats_the_last_token_beyond_the_end_of_a_text():
     model = TextModel(num_children=3)
     rng = np.random.default_rng(3)
     texts = [model.write(rng, length) for length in (4, 1, 7)]

@@ -161,7 +161,7 @@ def everything():
     }
 
 
-def test_summaries_say_what_it_does_or_name_the_thing(everything):
+def test_summaries_begin_with_a_verb_or_name_the_thing(everything):
     assert [
         f"{path.relative_to(ROOT)}: {bad}"
         for path, own in everything.items()
@@ -169,7 +169,7 @@ def test_summaries_say_what_it_does_or_name_the_thing(everything):
     ] == []
 
 
-def test_words_of_the_code():
+def test_the_code_has_no_banned_words():
     found = [
         f"{path.relative_to(ROOT)}:{word}"
         for path in MODULES
@@ -180,7 +180,7 @@ def test_words_of_the_code():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_words_of_the_documentation(page):
+def test_the_documentation_has_no_banned_words(page):
     assert list(banned(1, prose(page.read_text(encoding="utf-8")))) == []
 
 
@@ -203,7 +203,7 @@ def test_bad_summaries_are_found(docstring):
 @pytest.mark.parametrize(
     "docstring", ["Return it.", "Return depths.  -> [num_nodes] int64", "Compute:\n\n- depth"]
 )
-def test_good_summaries_are_not(docstring):
+def test_good_summaries_pass(docstring):
     assert not list(
         bad_summaries(list(things(f'def depth(tree):\n    """{docstring}"""\n', "tree")))
     )

@@ -109,7 +109,7 @@ def test_batch_and_length_are_the_best_of_all(arrivals, new_tokens, edge, jump_s
     assert plan.depths == {request: length for request, length in useful.items() if length}
 
 
-def test_the_last_to_come_sit_out_where_one_request_more_takes_a_slower_step():
+def test_the_latest_requests_sit_out_a_step_that_they_would_slow_down():
     config = SLOSpecConfig(policy="smartspec", max_depth=4)
     requests = [Request(index, RequestParams([1, 2, 3], 100), 9.0 - index) for index in range(10)]
     policy = SmartSpecPolicy(config, stairs(8, 5.0))
@@ -141,7 +141,7 @@ def test_requests_that_accept_more_draft_more():
     assert selection.step_s == pytest.approx(plan.depth * level_s + verify_s)
 
 
-def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for():
+def test_requests_that_arrive_while_nothing_is_drafted_are_never_drafted_for():
     policy = SmartSpecPolicy(EIGHT, costs(0.02))
     first, second, third = (requests_of(256) for _ in range(3))
     assert plan_of(policy, first).depth == 0
