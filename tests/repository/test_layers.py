@@ -63,10 +63,10 @@ BUDGETS = {
     "families": 9015,
     "generate": 14906,  # calls of stock and checks before and after them, once each
     "heads": 14842,
-    "lab": 17730,
+    "lab": 17178,
     # Interfaces (paths, overrides, families, hooks) that keep plugins out of the core.
     "model": 35426,
-    "policies": 5218,
+    "policies": 5238,  # the seconds of a step as a method, which the thesis' policies override
     "replicas": 5882,
     # Took from batcher: options of submit and their checks.
     "request": 3843,
@@ -75,7 +75,7 @@ BUDGETS = {
     "serving": 11,
     "tests": 282545,
     "tiny": 1511,
-    "training": 6525,
+    "training": 6488,
     "tree": 2029,
 }
 
