@@ -109,18 +109,13 @@ def test_batch_and_length_are_the_best_of_all(arrivals, new_tokens, edge, jump_s
     assert plan.depths == {request: length for request, length in useful.items() if length}
 
 
-def test_the_latest_requests_sit_out_a_step_that_they_would_slow_down():
-    config = SLOSpecConfig(policy="smartspec", max_depth=4)
-    requests = [Request(index, RequestParams([1, 2, 3], 100), 9.0 - index) for index in range(10)]
-    policy = SmartSpecPolicy(config, stairs(8, 5.0))
-    for _ in range(300):
-        policy.acceptance.observe(4, 0)
-    step, plan = begun(policy, requests)
-    assert plan.decoding == requests[2:] and plan.depth == 0
-    trees = step.select([chain()] * 8, plan).trees
-    assert len(trees) == 8
-    others = TurboSpecPolicy(SLOSpecConfig(max_depth=4), stairs(8, 5.0))
-    assert plan_of(others, requests).decoding == requests
+def test_turbospec_runs_requests_that_smartspec_leaves_out_of_a_step():
+    requests = requests_of(10)
+    smart, turbo = (
+        plan_of(kind(SLOSpecConfig(max_depth=4), stairs(8, 5.0)), requests).decoding
+        for kind in (SmartSpecPolicy, TurboSpecPolicy)
+    )
+    assert smart is not None and len(smart) < 10 and turbo == requests
 
 
 def test_requests_that_accept_more_draft_more():
