@@ -134,6 +134,19 @@ def test_the_best_length_falls_with_requests_and_rises_with_acceptance(
     assert by_requests == sorted(by_requests, reverse=True)
 
 
+def test_plain_decoding_wins_where_nodes_cost_most():
+    """Property 8, its limit: with n requests the fixed cost of a step counts for nothing, and a < 1
+    of a node's.
+    """
+    for rate in (0.0, 0.5, 0.9, 0.99):
+        assert (
+            best_length(
+                lambda k, a=rate: chain_tokens(a, k), lambda k: 1e-4 + 1.0 * (k + 1), 8, 1.0
+            )
+            == 0
+        )
+
+
 @pytest.mark.parametrize(("max_depth", "max_width"), [(0, 3), (1, 3), (3, 1), (3, 4), (2, 8)])
 def test_shapes_of_heads_are_all_there_are(max_depth, max_width):
     shapes = heads_shapes(max_depth, max_width)
