@@ -22,11 +22,10 @@ from torch.export import Dim, ExportedProgram, export
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu.joined_linears import join_linears
-from hf_slospec.model.attention.hook import AttentionHook, Positions
+from hf_slospec.model.attention.hook import AttentionHook, Positions, run_model
 from hf_slospec.model.batch import AttentionLayer, AttentionRules
 from hf_slospec.model.inputs import ForwardTensors
 from hf_slospec.model.properties import config_values
-from hf_slospec.model.run import run_model
 from hf_slospec.model.version import NOT_SETTINGS
 from hf_slospec.model.whose_code import library_of
 

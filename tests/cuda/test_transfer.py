@@ -16,7 +16,8 @@ from hf_slospec.model.transfer import (
     flattened,
     tensors_in,
 )
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.graph_bench import CPU
 from tests.support.toys.tiny_models import tiny_model
 

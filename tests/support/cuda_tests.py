@@ -22,6 +22,7 @@ from hf_slospec.cuda.flash_kernels import KernelUnavailable
 from hf_slospec.cuda.graphs import Graphs
 from hf_slospec.drafters import beam
 from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.attention.sdpa import sdpa_attention
 from hf_slospec.model.batch import AttentionRules
@@ -226,7 +227,7 @@ def test_a_capture_that_fails_leaves_cuda_usable(kernel, captures, monkeypatch):
 @pytest.mark.parametrize("patience", [0, 10**9])
 def test_drafting_and_verifying_wait_for_nothing(kernel, captures, patience, monkeypatch):
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
-    drafter = AssistantDrafter(bench.packed, 20, 101)
+    drafter = AssistantDrafter(bench.packed, Room(20, 101))
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9)
     drafter.draft(bench.requests, plan)  # feeds the prompts
     monkeypatch.setattr(beam, "_trees", lambda nodes, sizes: list(nodes))  # the copy to the host
