@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_slospec.model.measure import CURVE, HELD_OUT, REPEATS, measure, save_profile
+from hf_slospec.model.measure import CURVE, HELD_OUT, REPEATS, Forwards, measure, save_profile
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
 
@@ -38,7 +38,7 @@ def profile(
     """
     show(f"measuring the {name}")
     with evaluating(packed.model):
-        measured = measure(packed, seconds, held_out=True, repeats=4 * REPEATS)
+        measured = measure(Forwards(packed), seconds, held_out=True, repeats=4 * REPEATS)
     sizes = (*CURVE, *HELD_OUT)
     cost = measured.fit()
     if keep:

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.batcher.stats import with_labels
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.messages import (
     FAULTS,

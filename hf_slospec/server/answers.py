@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.server.bodies import SamplingBody, StreamOptions
 from hf_slospec.server.chats import ChatBody

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_slospec.batcher.texts import INVALID, StoppedText, TextStream, ToText
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.server.engine import Decoding
 from hf_slospec.server.messages import Parser, Parts, PlainParts
 

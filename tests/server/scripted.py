@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.server.engine import LocalEngine

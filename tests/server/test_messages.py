@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.server.answers import Answer
 from hf_slospec.server.chats import ChatBody, Message
 from hf_slospec.server.choices import Piece
