@@ -49,7 +49,8 @@ class PackedForward(AttentionHook):
         # Ids of K and V -> weak references to them and the layer that cached them; layers may share
         # K and V. Strong references would keep large tensors of long prompts alive.
         self._cached: dict[tuple[int, int], tuple[ref[Any], ref[Any], Cached]] = {}
-        self._unattended = set[int]()  # indices of layers that cached K and V and have not attended yet
+        # Indices of layers that have cached K and V and have not attended yet.
+        self._unattended = set[int]()
         # The latent-attention layer that has called update() and not yet attend().
         self._latent: AttentionLayer | None = None
 
@@ -134,8 +135,8 @@ class PackedForward(AttentionHook):
 
 
 # Staged tokens from the root to a leaf: their slots counted from the end of the committed tokens,
-# [length] int64; and, for those that this batch computes, (index in the span, number of staged tokens
-# that the token attends to).
+# [length] int64; and, for those that this batch computes, (index in the span, number of staged
+# tokens that the token attends to).
 Path = tuple[torch.Tensor, list[tuple[int, int]]]
 
 
