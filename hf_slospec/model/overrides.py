@@ -40,8 +40,8 @@ class ReplacedAttributes:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # (id of the object, attribute name) -> the object, the attribute's original value, the value
-        # in the object's __dict__ (_MISSING: inherited), ids of the contexts' threads.
+        # (id of the object, attribute name) -> the object, the attribute's original value, the
+        # value in the object's __dict__ (_MISSING: inherited), ids of the contexts' threads.
         self._users: dict[tuple[int, str], tuple[Any, Any, Any, list[int]]] = {}
         reset_in_children(self)
 
