@@ -44,8 +44,8 @@ class ModelFamily:
     other families.
     """
 
-    # Values of ``layer_types`` in configs that this family supports; layers of types "mlp" and "moe"
-    # process each token alone.
+    # Values of ``layer_types`` in configs that this family supports; layers of types "mlp" and
+    # "moe" process each token alone.
     kinds: Iterable[str] = (
         *("mlp", "moe"),
         *("full_attention", "sliding_attention", "chunked_attention"),
@@ -126,7 +126,8 @@ class ModelFamily:
             mask: [batch, length], 1 = may be attended to; None: all may.
 
         Returns:
-            K and V of each row, and K and V of all rows by layer, [batch, num_heads, length, dim].
+            K and V of each row, without masked keys; and K and V of all rows by layer, [batch,
+            num_heads, length, dim].
         """
         raise NotImplementedError
 
@@ -137,12 +138,12 @@ class ModelFamily:
         outputs: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments for the decoder of an encoder-decoder in place of those of a
-        decoder-only model.
+        """Return the arguments of a decoder's forward that attends to an encoder's outputs: the
+        outputs are added, and the other arguments renamed as an encoder-decoder names them.
 
         Args:
             model: the decoder's model.
-            options: arguments of a decoder-only model's forward.
+            options: arguments as a decoder-only model names them.
             outputs: the encoder's outputs, [batch, length, hidden].
             mask: mask of the encoder's outputs, [batch, length]; None: all may be attended to.
         """
@@ -151,7 +152,8 @@ class ModelFamily:
     def prepared(
         self, model: Any, inputs: Any, model_kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], EncoderOutputs | None]:
-        """Run the encoder of a call, and return the decoder's arguments and the encoder's outputs.
+        """Split the inputs of a call into the decoder's arguments and the encoder's outputs (None
+        for decoders without an encoder).
 
         Args:
             model: the model.
