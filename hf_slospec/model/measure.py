@@ -50,8 +50,8 @@ class Size:
 # Measured sizes of the cost curve, most important first. The first two are always measured, as a
 # curve needs a slope. A large size is skipped if half as many tokens take at least WORTHWHILE times
 # as long as one token. Large sizes have several requests, as steps do: a long chain of one request
-# is a prefill chunk, which is not captured in CUDA graphs. Kernels process blocks of rows, so sizes
-# just above 16 and 32 can take much longer than interpolation would say (a quarter longer on a CPU).
+# is a prefill chunk, which is not captured in CUDA graphs. Kernels process blocks of rows, so the
+# sizes after 16 and 32 can take much longer than interpolation would say (a quarter on a CPU).
 CURVE = tuple(
     Size(tokens, -(-tokens // MAX_DENSE))
     for tokens in (1, 4, 16, 64, 6, 32, 18, 8, 2, 36, 128, 256, 512)
@@ -65,8 +65,8 @@ HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))
 WORTHWHILE = 4.0  # factor on the seconds of one token, see CURVE
 # Upper bound of the cost of one more request, as a share of the seconds of 16 tokens.
 MAX_PER_REQUEST = 0.1
-# Lower bound of the share of a forward's seconds that is attributed to its tokens, as a pause during
-# measuring may inflate the costs per request and per cached token.
+# Lower bound of the share of a forward's seconds that is attributed to its tokens, as a pause
+# during measuring may inflate the costs per request and per cached token.
 LEAST = 0.1
 REPEATS = 4  # rounds of measuring
 
