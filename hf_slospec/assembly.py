@@ -82,7 +82,11 @@ def new_engine(
 
 
 def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
-    """Return the scheduler's limits: those of the config, plus the K/V slots and the nodes per
-    request that were chosen for the models.
+    """Return the scheduler's limits.
+
+    Args:
+        config: the other limits.
+        kv_tokens: K/V slots for all requests, chosen for the models.
+        max_nodes: maximum number of draft nodes per request, chosen for the models.
     """
     return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)

@@ -114,7 +114,13 @@ def describe_validation_error(error: ValidationError, name: Callable[[str], str]
 
 
 def describe_fault(fault: ErrorDetails, name: Callable[[str], str] = str) -> str:
-    """Return one fault as ``field.path: reason``, with the value if it is a scalar."""
+    """Return the message of one fault as ``field.path: reason``, with the invalid value if it is a
+    scalar.
+
+    Args:
+        fault: one of pydantic's ``error.errors()``.
+        name: returns the name to show for a field of the model.
+    """
     reason = fault["msg"].removeprefix("Value error, ")
     is_about_value = fault["type"] not in (
         "missing",

@@ -1,6 +1,6 @@
 """The packed batch: new tokens of several sequences in one forward, their K/V slots and masks, and
-the per-layer arguments of attention. Rejected nodes' K/V is dropped by :class:`CachedSequence`;
-storage of the slots is in kv_cache.py.
+the per-layer arguments of attention. :meth:`CachedSequence.commit` keeps the K/V of accepted nodes
+and so drops that of rejected nodes; the tensors with the slots are in kv_cache.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class AttentionRules(NamedTuple):
     """
 
     scaling: float  # scores are multiplied by it
-    window: int | None = None  # a token sees itself and the window - 1 positions before it
+    # Sliding window: a token attends to itself and the window - 1 positions before it.
+    window: int | None = None
     softcap: float | None = None  # scores are squeezed into (-softcap, softcap)
     # [num_heads], attention sinks: logits that take part in the softmax but contribute no value
     sinks: torch.Tensor | None = None
-    # Positions per chunk of chunked attention; a token sees only keys of the chunk it is in.
+    # Chunked attention: positions per chunk; a token attends only to keys of the chunk it is in.
     chunk: int | None = None
     # [num_heads, num_distances], added to scores by the distance of query and key; keys that are
     # farther away use the last entry.
@@ -123,8 +124,8 @@ class CachedSequence:
     staged_end: int = 0
     # Positions of new tokens minus their indices; not 0 where tokens of an image share positions.
     position_offset: int = 0
-    # Number of prompt tokens, which stock decoding forwards together: it decides the frequencies of
-    # length-dependent RoPE.
+    # Number of prompt tokens. Stock decoding processes them in one forward, so this number decides
+    # the frequencies of length-dependent RoPE.
     prompt_len: int = 0
     num_padding: int = 0  # padding tokens: longest prompt of the call minus prompt_len
     # [prompt_len, hidden], replaces the embeddings of the prompt's tokens
@@ -223,7 +224,6 @@ class NewTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Number of new tokens."""
         return self.input_ids.shape[0]  # ``len`` of a tensor takes several times as long
 
     def one_by_one(self) -> Iterator[NewTokens]:

@@ -101,7 +101,7 @@ class CheckedModel:
         placement = self._present_placement(all_modules(self.model))
         if version is not None:  # the model was used before; refuse it if FSDP has split it since
             self._new_ranks(self.model)
-            if self._placement[:-1] == placement[:-1]:  # engines keep their layers' layout
+            if self._placement[:-1] == placement[:-1]:  # running engines rely on the same layers
                 self.packed.check_layers()
         config = self.config if self._is_target else self.config.model_copy(update={"exact": None})
         packed = PackedModel(self.model, config, self.ranks, version)

@@ -16,8 +16,8 @@ Digest = tuple[int, ...]  # checksum: two integers per device
 # Address and count of writes of each tensor that holds a weight's values; count None: not counted.
 State = tuple[tuple[int, int | None], ...]
 
-# Multiplier of the checksum. As it is 5 modulo 8, even the two highest bits of an int32 word are
-# weighted by powers that repeat only after 2**14 additions.
+# Multiplier of the checksum. As it is 5 modulo 8, its powers modulo 2**16 repeat only after 2**14
+# additions, so that changes in the upper half of an int32 word, too, get many different weights.
 FACTOR = 0x2C1B3C6D
 # int32 words per addition: on a CPU as many as fit into a core's cache; on other devices more, so
 # that few kernels are launched.

@@ -240,7 +240,7 @@ class KVCache:
 
     @property
     def num_held(self) -> int:
-        """Slots that sequences hold."""
+        """Number of slots that sequences hold."""
         return self._pool.num_slots - self._pool.num_free
 
     @uninterrupted()
@@ -264,7 +264,7 @@ class KVCache:
         pool = self.pool
         held = {sequence: sequence.capacity for sequence in pool.sequences}
         if (needed := sum((held | larger).values())) > pool.num_slots:
-            if pool.num_slots and not held:  # free its memory before the new one is allocated
+            if pool.num_slots and not held:  # free the empty pool before allocating a larger one
                 pool = self._pool = self._new_pool(0)
             doubled = 2 * pool.num_slots
             grown = self._new_pool(
@@ -306,7 +306,7 @@ class KVCache:
     def write(
         self, sequence: CachedSequence, layers: Iterable[Sequence[torch.Tensor]], end: int
     ) -> None:
-        """Write K and V to the last slots of the first ``end`` slots of a sequence.
+        """Write K and V of tokens that another forward has computed to a sequence's slots.
 
         Args:
             sequence: the sequence to write to.

@@ -4,9 +4,9 @@ applied per token.
 transformers computes such frequencies in every forward, from its largest position, and does not
 rotate the K of earlier forwards again. A packed forward contains tokens of several sequences, and
 tokens that stock decoding would process in several forwards. So each token gets the frequencies
-that stock decoding would use for it: a prompt token those for the length of the whole prompt, a
-later token those for the length of the sequence up to itself; in a batch with padding, those for
-the longest row.
+that stock decoding would use for it: a prompt token is rotated for the length of the whole prompt,
+a later token for the length of the sequence up to itself. In a padded batch, the length of the
+longest row counts.
 """
 
 from __future__ import annotations

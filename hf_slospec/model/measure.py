@@ -194,7 +194,7 @@ class Forwards:
 
     def __call__(self, size: Size) -> float:
         """Run a forward of this size, and return its seconds; if forwards are captured in CUDA
-        graphs, those of a replay.
+        graphs, the seconds of a replay.
         """
         bounds = [size.num_tokens * i // size.num_requests for i in range(size.num_requests + 1)]
         lengths = [end - begin for begin, end in itertools.pairwise(bounds)]

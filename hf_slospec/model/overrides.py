@@ -133,7 +133,7 @@ class LinearOverride(Protocol):
 
     @property
     def num_rounded(self) -> int:
-        """Number of weights that the copies hold rounded."""
+        """Number of weights that the copies hold with reduced precision."""
         return 0
 
     @property
@@ -225,7 +225,7 @@ class Overrides:
 
     @property
     def num_rounded(self) -> int:
-        """Number of weights that the copies hold rounded."""
+        """Number of weights that the copies hold with reduced precision."""
         return sum(kind.num_rounded for kind in self.kinds)
 
     @property

@@ -173,8 +173,12 @@ def _functions(member: Any) -> list[Any]:
 
 
 def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
-    """Yield the names of methods that were replaced on an instance, unless by its own methods of
-    transformers.
+    """Yield the names of methods that were replaced on an instance. A method of the same instance
+    that transformers defines does not count as replaced.
+
+    Args:
+        owner: the instance.
+        among: names to check; empty: all.
     """
     attributes = getattr(owner, "__dict__", {})
     for name in attributes.keys() & among if among else list(attributes):

@@ -51,7 +51,7 @@ class PackedModel:
         Args:
             model: a causal LM.
             config: the settings.
-            ranks: processes that run the model; None: those over which it is split.
+            ranks: processes that run the model; None: found from how the model is split.
             version: the model's version counters, if other objects use them too; None: new ones.
 
         Raises:

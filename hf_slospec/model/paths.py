@@ -78,7 +78,7 @@ class Facts:
 
     @property
     def dynamic_parts(self) -> str | None:
-        """Return what a forward reads apart from its tensors and plans; None: nothing."""
+        """Return why a forward depends on more than its tensors and plans; None if it does not."""
         if self.has_states:
             return "some layers keep a state"
         if self.attends_to_encoder:

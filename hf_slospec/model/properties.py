@@ -272,12 +272,12 @@ def layer_types(model: Any) -> list[str]:
 
 
 def is_reached(window: int | None, model: Any) -> bool:
-    """Return whether sequences may get longer than the window, a number of tokens."""
+    """Return whether sequences of the model may be longer than ``window`` tokens."""
     max_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return bool(window and (max_len is None or window < max_len))
 
 
-FAR = 1 << 20  # positions; distance at which a mask without window or chunk is read
+FAR = 1 << 20  # positions; takes the place of the size for masks without window or chunk
 
 
 class Reach(NamedTuple):

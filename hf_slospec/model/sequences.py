@@ -162,8 +162,8 @@ class Sequences:
         return self._by_request[request].capacity if request in self._by_request else 0
 
     def _divide(self, needed: Mapping[RequestTokens, int], room: int) -> None:
-        """Give each request the slots it needs and up to ``room`` further ones; take away all
-        beyond.
+        """Resize the slots of all requests: to those in ``needed``, plus up to ``room`` slots for
+        further tokens.
         """
         capacities = {
             request: slots + min(request.num_left, room) for request, slots in needed.items()
@@ -220,8 +220,9 @@ class Sequences:
         sequence.num_padding = request.params.num_padding
 
     def _keep_at_most(self, num_tokens: float) -> None:
-        """Evict the least recently used prefixes until the kept ones have at most ``num_tokens``
-        tokens.
+        """Evict the least recently used prefixes until the kept prefixes have at most
+        ``num_tokens`` tokens in total, and there are at most KEPT_STATES prefixes if the model has
+        recurrent states.
         """
         max_prefixes = KEPT_STATES if self.packed.family.has_states else len(self._kept)
         for prefix in self._kept.evict(num_tokens, max_prefixes):

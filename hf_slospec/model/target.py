@@ -1,5 +1,5 @@
-"""The target model as the engine uses it: verification forwards over draft trees, and commit, which
-keeps the K/V of accepted nodes and drops that of rejected ones.
+"""The target model as the engine uses it: ``verify`` runs the verification forward over draft
+trees, and ``commit`` keeps the K/V of accepted nodes only.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.forks import Lock
 
-ALIGNMENT = 16  # bytes; tensors begin at multiples of it in a DeviceCopy
+# Bytes. Tensors in a DeviceCopy, and rows that attention kernels read, begin at multiples of it.
+ALIGNMENT = 16
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -227,9 +228,9 @@ READS = {
     aten.unique_consecutive,
     aten.bincount,
 }
-# Operators that do so if an index is a mask.
+# Indexing operators, which make the host wait if an index is a boolean mask.
 INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index)
-BOOLEAN = (torch.bool, torch.uint8)  # dtypes of indices that are masks
+BOOLEAN = (torch.bool, torch.uint8)  # dtypes of boolean masks
 
 
 class HostSyncError(RuntimeError):

@@ -74,20 +74,21 @@ def counts_padding(packed: PackedModel) -> bool:
     """Return whether left padding, masked as in stock ``generate``, changes what the model
     computes.
 
-    It does not in models that take position ids. Some other models count padding as text.
+    It does if a layer asks the cache for its length. Otherwise it does not in models that take
+    position ids, while some other models count padding as text.
     """
     model = packed.model
-    # The effect may begin after thousands of tokens.
+    # The effect of padding may begin after thousands of tokens, which a short trial would miss.
     if any(layer.counts_tokens for layer in packed.layers):
         return True
     return not takes_position_ids(model) and _counts_masked(packed, 0)
 
 
 def counts_gaps(packed: PackedModel) -> bool:
-    """Return whether masked tokens inside a prompt change what the model computes for the others;
-    False for models that take position ids.
+    """Return whether masked tokens inside a prompt change what the model computes for the other
+    tokens; False for models that take position ids.
 
-    MPT's do, for example: its ALiBi counts the indices of keys.
+    For example, MPT computes ALiBi from the indices of keys, so it counts masked tokens.
     """
     return not takes_position_ids(packed.model) and _counts_masked(packed, GAP_AT)
 

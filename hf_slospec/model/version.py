@@ -164,8 +164,8 @@ class ModelVersion:
             return has_changed or has_other_modules
 
     def notice(self, structure: bool = True) -> None:
-        """Count changes of adapters' attributes between two calls of :meth:`renew`, before the
-        caller changes them back.
+        """Count changes of adapters' attributes now, as they may be changed back before the next
+        :meth:`renew`.
 
         Args:
             structure: count changes of submodules and hooks, too, which takes about 0.05 ms.
@@ -195,10 +195,10 @@ class ModelVersion:
     def count(
         self, modules: bool = True, structure: bool = False, storage: bool | None = None
     ) -> None:
-        """Count a change.
+        """Count a change: advance ``weights`` and the counters that the arguments name.
 
         Args:
-            modules: advance ``modules``, besides ``weights``.
+            modules: advance ``modules``.
             structure: advance ``structure``.
             storage: advance ``storage``; None: if ``modules`` is advanced.
         """

@@ -91,7 +91,7 @@ class PackedForward(AttentionHook):
         """
         entry = self._cached.get((id(key), id(value)))
         if entry is None or entry[0]() is not key or entry[1]() is not value:
-            return None  # another tensor has the id of one that was freed
+            return None  # the id belonged to a tensor that was freed
         self._unattended.discard(entry[2][0].layer_idx)
         return entry[2]
 
@@ -121,7 +121,7 @@ class PackedForward(AttentionHook):
             raise RuntimeError("an attention layer attends to keys that were not cached")
         backend = self.backend
         if rules.bias is not None and backend is not isolated_attention:
-            backend = sdpa_attention  # the others take no bias
+            backend = sdpa_attention  # other backends do not support a bias
         return backend(
             query[0], keys, values, batch, rules._replace(window=layer.window, chunk=layer.chunk)
         )[None]

@@ -328,7 +328,7 @@ def _bias(hook: AttentionHook, module: Any) -> torch.Tensor | None:
         # [1, num_heads, 1, length]
         by_index = module.compute_bias(1, length, past_seen_tokens=length - 1)
         hook.bias = by_index[0, :, 0].flip(-1)
-    return hook.bias  # None in a cross-attention before any other
+    return hook.bias  # None if a cross-attention layer runs before the first layer with a bias
 
 
 def _counts_tokens(module: nn.Module) -> bool:

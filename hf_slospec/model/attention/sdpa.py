@@ -141,9 +141,8 @@ def sdpa_attention(
                 attended = F.scaled_dot_product_attention(
                     grouped, key[None], value[None], attn_mask=sequence.mask, scale=rules.scaling
                 )
-                attended = attended.reshape(
-                    num_heads, -1, values.shape[-1]
-                )  # not view: on CUDA heads may be inner
+                # reshape, not view: on CUDA the head dimension may not be the outermost in memory.
+                attended = attended.reshape(num_heads, -1, values.shape[-1])
             else:
                 mask = sequence.mask if rules.bias is None else sequence.biased(rules.bias)
                 attended = dense_attention(own_query, key, value, mask, rules)
@@ -153,8 +152,8 @@ def sdpa_attention(
 
 @dataclass(frozen=True, eq=False)
 class SequenceKeys:
-    """Tokens of one sequence in a packed batch, and the slots that they may attend to: those of
-    committed tokens, then of staged ones.
+    """Tokens of one sequence in a packed batch, and the slots that they may attend to: first
+    committed tokens, then staged tokens.
     """
 
     tokens: slice  # indices of the tokens in the batch
@@ -218,7 +217,7 @@ class SequencePlan(Plan):
     sequences: list[SequenceKeys]
     window: int | None
     chunk: int | None
-    repeats: int  # number of times that masks repeat each token: query heads per KV head
+    repeats: int  # number of times that masks repeat each token, see plan_sequences
     dtype: torch.dtype  # dtype of the masks
 
     def completed(self, seen: torch.Tensor | None = None) -> SequencePlan:
@@ -251,7 +250,8 @@ def plan_sequences(
         batch: the packed batch.
         window: sliding window of the layers, in positions.
         chunk: chunk size of chunked attention, in positions.
-        repeats: number of times that masks repeat each token.
+        repeats: number of times that masks repeat each token: the number of query heads that share
+            a KV head and are concatenated along the query dimension.
         dtype: dtype of the masks.
     """
     sequences = [
