@@ -1,4 +1,6 @@
-"""Construction of engines: for a ``generate`` call, for the batcher and for the simulator."""
+"""Loading of plugins, and construction of engines for a ``generate`` call, the batcher and the
+simulator.
+"""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class AttentionLayer(NamedTuple):
     is_latent: bool = False
     # Chunked attention: positions per chunk; a token attends only to keys of the chunk it is in.
     chunk: int | None = None
-    layer_idx: int = 0  # index among all layers of the model, those that keep a state included
+    layer_idx: int = 0  # index among all layers of the model, including layers that keep a state
     # Attention is computed by the layer itself, not through transformers' attention interface;
     # keys are gathered for it.
     is_own: bool = False
@@ -279,8 +279,8 @@ class Span:
 
     @property
     def visible(self) -> slice:
-        """Slots that this forward reads: those of committed tokens, then of all staged tokens, of
-        which this forward's are last.
+        """Slots that this forward reads: first those with committed tokens, then those with staged
+        tokens. The tokens of this forward are the last ones.
         """
         return slice(self.sequence.start, self.sequence.start + self.num_visible)
 

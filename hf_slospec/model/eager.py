@@ -31,7 +31,7 @@ class EagerPath(ForwardPath):
         self._context = context
         self.backend = backend
         self.device = context.facts.device
-        self.prefills_alone = False  # each prompt is prefilled in one forward of its own
+        self.prefills_alone = False  # each prompt is prefilled in a separate forward, as a whole
         # Returns a context in which the overrides of linear layers are active.
         self.in_force: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._plans: dict[PlanKey, None] = {}  # plans that layers requested in earlier forwards

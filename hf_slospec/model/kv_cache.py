@@ -141,8 +141,8 @@ class KVPool:
             sequence.start = start
 
     def _copy_slots(self, source: KVPool, begin: int, start: int, number: int) -> None:
-        """Copy ``number`` slots, from slot ``begin`` of a pool with the same layers to slot
-        ``start`` of this one.
+        """Copy ``number`` slots from another pool with the same layers: from its slot ``begin`` on
+        to this pool's slots from ``start`` on.
         """
         cached = [stack[:, begin : begin + number] for stack in source._stacks.values()]
         if source is self and abs(begin - start) < number:

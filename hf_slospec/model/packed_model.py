@@ -180,8 +180,8 @@ class PackedModel:
 
     @property
     def prefills_alone(self) -> bool:
-        """Return whether each prompt has to be prefilled in one forward of its own, as stock
-        does.
+        """Return whether each prompt has to be prefilled as a whole and in a separate forward, as
+        stock does.
         """
         return self.eager.prefills_alone
 

@@ -163,8 +163,8 @@ class ForwardPath:
 
     @property
     def num_padding_slots(self) -> int:
-        """Number of slots that a pool must have behind those of sequences, for padding tokens to
-        write to.
+        """Number of slots for padding tokens that a pool must have, in addition to the slots of
+        sequences.
         """
         return 0
 

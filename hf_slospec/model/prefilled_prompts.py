@@ -50,8 +50,8 @@ def own_cache(model: Any) -> DynamicCache:
 
 
 def cached_layers(cache: Any) -> list[Any]:
-    """Return the layers of a transformers cache that hold K and V, without those that hold
-    states.
+    """Return the layers of a transformers cache that hold K and V; layers with recurrent states are
+    left out.
     """
     return [
         layer for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None

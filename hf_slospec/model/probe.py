@@ -63,9 +63,9 @@ class InterfaceProbe(AttentionHook):
         self._windows: dict[int, int | None] = {}
         # Indices of layers with latent attention, which expand what they cached into K and V.
         self._latent: set[int] = set()
-        # A layer attends with a mask other than those passed to the model or built by build_mask.
+        # A layer attends with a mask that was neither passed to the model nor built by build_mask.
         self._has_own_mask = False
-        # A latent layer attends more than once to what it cached once.
+        # A layer with latent attention attends twice to tensors that it has cached once.
         self._attends_again = False
         self._counting: set[int] = set()  # indices of layers that ask for the cache's length
         self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (layer index, K, V)

@@ -147,8 +147,8 @@ def ranks_of(model: torch.nn.Module) -> Ranks:
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as an ordinary tensor. If it is split over processes, it is gathered, and all
-    of them must call this.
+    """Return a weight as an ordinary tensor. If it is split over ranks, it is gathered, and every
+    rank must call this.
     """
     gathered: torch.Tensor = weight if mesh_of(weight) is None else weight.full_tensor()  # type: ignore[attr-defined]
     return gathered

@@ -317,8 +317,8 @@ class PackedTarget(Target):
         return self.sequences.num_reusable(request) if self._may_reuse(request) else 0
 
     def _may_reuse(self, request: Request) -> bool:
-        """Return whether the request may use the K/V of another one: not if equal tokens may stand
-        for other images, or if logits of the whole prompt are wanted.
+        """Return whether the request may use K/V of other requests. It may not if equal tokens may
+        stand for other images, or if logits of the whole prompt are requested.
         """
         return request.params.prefill is None and not request.num_unread
 

@@ -81,8 +81,9 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 class DeviceCopy:
-    """Buffers on a device that hold copies of a tree's tensors. The tensors on the host share one
-    buffer, which is filled by a single copy; each tensor on a device has its own.
+    """Buffers on a device that hold copies of a tree's tensors. All tensors of the tree that are on
+    the host share one buffer, which is filled by a single copy; each other tensor has a separate
+    buffer.
     """
 
     def __init__(self, tree: Any, device: torch.device):

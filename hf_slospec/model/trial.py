@@ -1,4 +1,4 @@
-"""Trial of a model: the logits of a small packed batch with two draft trees must agree with those
+"""Trial of a model: the logits of a small packed batch with two draft trees must agree with logits
 of the model's own forward. Also small trials of padding, token types and hidden states.
 """
 

@@ -56,7 +56,7 @@ def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def is_unchanging(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is one of those known to change no value."""
+    """Return whether a hook is known to change no value (see COLLECTING and REQUIRING_GRAD)."""
     return type(hook) is FunctionType and (
         hook.__module__ == COLLECTING or hook.__name__ in REQUIRING_GRAD
     )

@@ -65,7 +65,7 @@ class PackedForward(AttentionHook):
             layer_idx: index of the layer in the model.
 
         Returns:
-            The same K and V; with latent attention, those of all visible slots.
+            The same K and V; with latent attention, K and V of all visible slots.
         """
         if layer_idx not in self._layers:
             raise UnsupportedModelError(
@@ -135,8 +135,8 @@ class PackedForward(AttentionHook):
 
 
 # Staged tokens from the root to a leaf: their slots counted from the end of the committed tokens,
-# [length] int64; and, for those that this batch computes, (index in the span, number of staged
-# tokens that the token attends to).
+# [length] int64; and, for tokens of the path that this batch computes, (index in the span, number
+# of staged tokens that the token attends to).
 Path = tuple[torch.Tensor, list[tuple[int, int]]]
 
 
