@@ -1,6 +1,4 @@
-"""Further outputs of a call besides tokens: logits, scores and log probabilities of committed
-tokens.
-"""
+"""Logits, scores and log probabilities of committed tokens, as calls return them."""
 
 from __future__ import annotations
 
