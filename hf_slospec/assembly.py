@@ -46,7 +46,8 @@ class Parts(NamedTuple):
     policy: Policy
     costs: StepCosts
     clock: Clock
-    # Returns a context that each step enters while it uses models shared with other engines.
+    # Returns a context in which other engines may use the models; entered while a user's callbacks
+    # run.
     shared: Callable[[], AbstractContextManager[Any]] = nullcontext
     checks: Checks = NO_CHECKS
 

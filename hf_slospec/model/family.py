@@ -26,7 +26,7 @@ from hf_slospec.model.properties import (
 
 
 class EncoderOutputs(Protocol):
-    """The encoder's outputs for one call, which target and draft attend to."""
+    """The encoder's outputs for one call, which the decoders of target and draft attend to."""
 
     def of_row(self, row: int) -> Callable[[Any], Encoded | None]:
         """Return a function that takes a model and returns the K/V that its decoder attends to for

@@ -108,8 +108,8 @@ class Ranks:
         """Raise InvalidInputError in all ranks unless ``work`` is equal in all of them."""
 
     def check_draft(self, speculator: Speculator) -> None:
-        """Raise UnsupportedOptionError if the batcher cannot use the speculator's drafter with
-        these ranks.
+        """Raise UnsupportedOptionError if the batcher's first rank cannot run the speculator's
+        draft model by itself.
         """
 
     def new_target(self, speculator: Speculator, *arguments: Any) -> PackedTarget:
