@@ -109,8 +109,9 @@ class SequenceStates(Protocol):
 
 @dataclass(eq=False)
 class CachedSequence:
-    """A sequence's range of slots in the K/V pool: committed tokens, then the tokens that a step
-    stages.
+    """A sequence's range of slots in the K/V pool: slots of committed tokens, then slots of staged
+    tokens. A token is staged when a forward writes its K/V, and committed when the engine accepts
+    it.
 
     Only ``length`` says how many tokens are committed, so dropping a rejected token's K/V touches
     no memory. ``start`` and ``capacity`` change when room is made for other sequences or the pool
@@ -332,8 +333,8 @@ class PackedBatch:
 
     @classmethod
     def of(cls, parts: Sequence[NewTokens], is_padded: bool = False) -> PackedBatch:
-        """Return the batch of these parts, in this order, for layers whose K and V tensors are the
-        whole pool.
+        """Return the batch of these parts (new tokens, one part per sequence), in this order, for
+        layers whose K and V tensors are the whole pool.
         """
         spans = []
         begin = 0

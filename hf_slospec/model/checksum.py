@@ -23,7 +23,7 @@ FACTOR = 0x2C1B3C6D
 # that few kernels are launched.
 CPU_WORDS = 2**18
 DEVICE_WORDS = 2**23
-WIDTH = 1024  # the sums are viewed as rows of this many
+WIDTH = 1024  # row length of the matrix in which the sums are added by rows and by columns
 
 
 @torch.no_grad()

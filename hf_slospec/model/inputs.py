@@ -84,7 +84,7 @@ class ForwardInputs:
 
     @cached_property
     def batch(self) -> PackedBatch:
-        """The packed batch of the resolved parts."""
+        """The packed batch that consists of :attr:`resolved`."""
         return PackedBatch.of(self.resolved, self.is_padded)
 
     def tensors(self, plans: Iterable[PlanKey] = ()) -> ForwardTensors:

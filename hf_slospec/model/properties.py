@@ -79,8 +79,8 @@ FORWARD_ERRORS = (
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """Return the settings of a config that identify the model, without its path and defaults of
-    calls.
+    """Return the settings of a config that identify the model: all but those in UNREAD, such as its
+    path.
 
     The values can be compared and written as JSON. Objects that are neither plain values nor of a
     class of transformers are described by their id.

@@ -105,7 +105,9 @@ class Ranks:
         return value
 
     def check_equal(self, work: Sequence[Sequence[int]]) -> None:
-        """Raise InvalidInputError in all ranks unless ``work`` is equal in all of them."""
+        """Raise InvalidInputError in all ranks unless ``work``, the tokens that a rank is about to
+        compute, is equal in all of them.
+        """
 
     def check_draft(self, speculator: Speculator) -> None:
         """Raise UnsupportedOptionError if the batcher's first rank cannot run the speculator's
