@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_slospec.model.host_memory import limit_kernels
 
-if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
+if TYPE_CHECKING:  # the names of :data:`_NAMES` again, for type checkers and editors
     from hf_slospec.batcher.generator import SLOSpecGenerator as SLOSpecGenerator
     from hf_slospec.batcher.handle import RequestHandle as RequestHandle
     from hf_slospec.batcher.handle import RequestResult as RequestResult
@@ -56,8 +56,8 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.tiny.embedded import tiny_prompts as tiny_prompts
     from hf_slospec.tree.tree import TokenTree as TokenTree
 
-# Names by the module that is imported when one of them is first used: the import of the package
-# loads no torch.
+# Module -> the public names that it defines. A module is imported when one of its names is first
+# used, so that ``import hf_slospec`` does not load torch.
 _NAMES = {
     "batcher.generator": "SLOSpecGenerator",
     "batcher.handle": "RequestHandle RequestResult",
@@ -95,11 +95,13 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 __version__ = "0.1.0"
 
-limit_kernels()  # before torch computes anything, also for the user
+# oneDNN reads its cache limits at the first operation of the process, so they are set here, before
+# torch computes anything.
+limit_kernels()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name where it is first used."""
+    """Import a public name from its module when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
@@ -107,5 +109,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, whether they have been used or not."""
+    """Return the module's attributes and all public names, imported or not."""
     return sorted({*globals(), *__all__})

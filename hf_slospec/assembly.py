@@ -1,4 +1,6 @@
-"""Construction of engines: for a ``generate`` call, for the batcher and for the simulator."""
+"""Loading of plugins, and construction of engines for a ``generate`` call, the batcher and the
+simulator.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,14 @@ from hf_slospec.engine.step import Engine
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 
-# Packages that add to the core through its interfaces; each may be missing.
+# Packages that register forward paths, attention kernels, model families and drafters with the
+# core. Each may be missing.
 PLUGINS = ("hf_slospec.cpu", "hf_slospec.cuda", "hf_slospec.families", "hf_slospec.heads")
 
 
 @functools.cache
 def load_plugins() -> None:
-    """Let each plugin that is there register what it adds."""
+    """Import each installed plugin and call its ``register`` function, if it has one."""
     for name in PLUGINS:
         try:
             plugin = importlib.import_module(name)
@@ -36,14 +39,16 @@ def load_plugins() -> None:
 
 
 class Parts(NamedTuple):
-    """Parts of an engine that differ between real, toy and simulated models."""
+    """Components of an engine, which differ between real, toy and simulated models."""
 
     target: Target
     drafter: Drafter
     policy: Policy
     costs: StepCosts
     clock: Clock
-    shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # see Engine
+    # Returns a context in which other engines may use the models; entered while a user's callbacks
+    # run.
+    shared: Callable[[], AbstractContextManager[Any]] = nullcontext
     checks: Checks = NO_CHECKS
 
 
@@ -54,10 +59,11 @@ def new_engine(
     requests: Sequence[Request] = (),
     shares_prompts: bool = False,
 ) -> Engine[ContinuousScheduler]:
-    """Return an engine that decodes ``requests``, or those that are added while it runs.
+    """Return an engine that decodes ``requests``, or requests that are added while it runs.
 
     Args:
-        limits: those of an engine to which requests are added; None: it decodes ``requests``.
+        limits: limits of the scheduler of an engine to which requests are added; None: the
+            engine decodes ``requests`` only.
         shares_prompts: see :class:`~hf_slospec.scheduler.prefill.CallBatches`.
     """
     target, drafter, policy, costs, clock, shared, checks = parts
@@ -79,7 +85,11 @@ def new_engine(
 
 
 def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
-    """Return the limits of a config, with the K/V slots and nodes per request chosen for the
-    models.
+    """Return the scheduler's limits.
+
+    Args:
+        config: the other limits.
+        kv_tokens: K/V slots for all requests, chosen for the models.
+        max_nodes: maximum number of draft nodes per request, chosen for the models.
     """
     return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)

@@ -1,5 +1,5 @@
-"""Settings of a generator. Defaults are defined here, in the policies' settings and in their
-options only.
+"""Settings of speculation and of the batcher. Defaults are defined only here, in the policies'
+settings (policies/settings.py) and in their options.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hf_slospec.engine.interfaces import Policy
 from hf_slospec.policies.settings import MAX_COUNT, PolicySettings
 from hf_slospec.scheduler import AdmissionName, PrefillName
 
-MAX_PREFILL_CHUNK = (
-    10**6
-)  # bounded, since the scheduler predicts the step time of every size up to it
+# Largest prefill_chunk, in tokens. It is bounded because the scheduler predicts the step time of
+# every chunk size up to prefill_chunk.
+MAX_PREFILL_CHUNK = 10**6
 
 Compile = bool | Literal["wait"]
 Exact = Literal["bits", "self"] | None
@@ -153,6 +153,5 @@ class SLOSpecConfig(PolicySettings):
         return self
 
 
-NewPolicy = Callable[
-    [SLOSpecConfig, StepCosts], Policy
-]  # makes a user's policy, given as make_policy
+# Type of the argument make_policy: a function that returns a user's policy.
+NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]

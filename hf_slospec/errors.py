@@ -1,5 +1,5 @@
-"""Errors and warnings. Each error also derives from the built-in error that callers expect to
-catch.
+"""Errors and warnings of the package. Each error also derives from the built-in error that callers
+expect to catch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class SLOSpecError(Exception):
-    """Root of all hf_slospec errors."""
+    """Base class of all hf_slospec errors."""
 
 
 class InvalidInputError(SLOSpecError, ValueError):
@@ -54,7 +54,7 @@ class MissingExtraError(SLOSpecError, ImportError):
 
 
 class UnsupportedModelError(SLOSpecError, ValueError):
-    """The model cannot verify a token tree; the message names the missing property."""
+    """The model cannot verify a token tree; the message names the property that it lacks."""
 
 
 class UnsupportedOptionError(SLOSpecError, ValueError):
@@ -62,11 +62,11 @@ class UnsupportedOptionError(SLOSpecError, ValueError):
 
 
 class UnsupportedInputError(InvalidInputError, UnsupportedOptionError):
-    """An input that stock ``generate`` accepts with doubtful results cannot be speculated."""
+    """Speculation refuses an input that stock ``generate`` accepts with doubtful results."""
 
 
 class IncompatibleDraftError(SLOSpecError, ValueError):
-    """Target and draft differ in vocabulary or device."""
+    """The draft model does not fit the target: they differ in vocabulary, device or processes."""
 
 
 class QueueFull(SLOSpecError, queue.Full):  # noqa: N818  named like queue.Full
@@ -74,8 +74,8 @@ class QueueFull(SLOSpecError, queue.Full):  # noqa: N818  named like queue.Full
 
 
 class NotGuaranteedError(SLOSpecError, RuntimeError):
-    """The SLOs of a request that was submitted with ``must_guarantee`` cannot be guaranteed; no
-    work was done.
+    """A request was submitted with ``must_guarantee``, and its SLOs cannot be guaranteed; none of
+    its tokens was computed.
     """
 
 
@@ -84,7 +84,7 @@ class NotRunningError(SLOSpecError, RuntimeError):
 
 
 class RequestCancelledError(SLOSpecError, concurrent.futures.CancelledError):
-    """The request was cancelled, by its handle or because the batcher stopped."""
+    """The request was cancelled by its handle or because the batcher stopped."""
 
 
 class FallbackWarning(UserWarning):
@@ -104,14 +104,23 @@ class InputModel(BaseModel):
 
 
 def describe_validation_error(error: ValidationError, name: Callable[[str], str] = str) -> str:
-    """Return all faults of a pydantic error, separated by semicolons; ``name`` returns the shown
-    name of a field.
+    """Return the messages of all faults of a pydantic error, joined by semicolons.
+
+    Args:
+        error: raised by pydantic.
+        name: returns the name to show for a field of the model.
     """
     return "; ".join(describe_fault(fault, name) for fault in error.errors(include_url=False))
 
 
 def describe_fault(fault: ErrorDetails, name: Callable[[str], str] = str) -> str:
-    """Return one fault as ``field.path: reason``, with the value if it is a scalar."""
+    """Return the message of one fault as ``field.path: reason``, with the invalid value if it is a
+    scalar.
+
+    Args:
+        fault: one of pydantic's ``error.errors()``.
+        name: returns the name to show for a field of the model.
+    """
     reason = fault["msg"].removeprefix("Value error, ")
     is_about_value = fault["type"] not in (
         "missing",

@@ -1,5 +1,5 @@
-"""Extras of the distribution: the packages of each, and the command that installs it; and what other
-distributions add.
+"""Optional dependencies ("extras"): which packages each extra needs and the command that installs
+it; also loads the entry points of other distributions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from urllib.request import url2pathname
 from hf_slospec.errors import MissingExtraError
 
 NAME = "hf_slospec"
-SOURCE = Path(__file__).parents[1]  # the clone, if the package is not installed
+SOURCE = Path(__file__).parents[1]  # root of the git clone, if the package is not installed
 SERVE = ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn")
-# Modules that only features of the extra import; pyproject.toml has the versions.
+# Extra -> modules that only its features import. pyproject.toml has the versions.
 MODULES = {
     "demo": ("gradio",),
     "flash": ("flash_attn",),
@@ -33,12 +33,12 @@ MODULES = {
 
 @functools.cache
 def load_entry_points(group: str) -> list[Any]:
-    """Load what entry points of a group name, in all distributions, and return it."""
+    """Load and return the objects that the entry points of a group name, in all distributions."""
     return [entry.load() for entry in importlib.metadata.entry_points(group=group)]
 
 
 def need(extra: str, what: str) -> None:
-    """Raise MissingExtraError unless the packages of an extra are installed; none is imported.
+    """Raise MissingExtraError unless the packages of an extra are installed; imports none of them.
 
     Args:
         extra: a key of :data:`MODULES`.
@@ -53,19 +53,18 @@ def need(extra: str, what: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that it is in
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
         return False
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to the package, which may be a clone, a folder, an
-    archive or a release.
+    """Return the pip command that installs an extra for the way in which hf_slospec itself was
+    installed: as a clone, folder, archive or release.
     """
     try:
         installed = importlib.metadata.distribution(NAME)
-    except (
-        importlib.metadata.PackageNotFoundError
-    ):  # imported from a clone by PYTHONPATH, or from its folder
+    except importlib.metadata.PackageNotFoundError:
+        # The package is imported from a clone by PYTHONPATH or from the current folder.
         return f'pip install -e "{SOURCE}[{extra}]"'
     record = json.loads(installed.read_text("direct_url.json") or "{}")
     if not record:  # installed from an index
@@ -77,7 +76,7 @@ def install_command(extra: str) -> str:
             source = f"{vcs['vcs']}+{source}@{vcs['commit_id']}"
         return f'pip install "{NAME}[{extra}] @ {source}"'
     path = Path(url2pathname(url.path))
-    if not path.exists():  # installed from a wheel that was deleted
+    if not path.exists():  # pip installed a wheel that was deleted since
         return " ".join(
             (
                 "pip install",
@@ -89,7 +88,9 @@ def install_command(extra: str) -> str:
 
 
 def _requirements(installed: Any, extra: str) -> list[str]:
-    """Return the requirements of an extra and of the extras that it includes, without markers."""
+    """Return the requirements of an extra and of the extras that it includes, without environment
+    markers.
+    """
     parts = [requirement.partition(";") for requirement in installed.requires or ()]
     names = [
         name.strip()

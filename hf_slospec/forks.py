@@ -1,5 +1,5 @@
-"""Locks and other state that a forked child resets, as all threads but the one that forked stayed
-with the parent.
+"""Locks and shared state that stay usable in a forked child process, in which only the thread that
+called fork goes on: locks that other threads held must be freed there.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ logger = logging.getLogger(__name__)
 
 
 class Resettable(Protocol):
-    """An object with state that threads share."""
+    """An object whose state several threads share, and that can be reset in a forked child."""
 
     def reset_after_fork(self) -> None:
-        """Make the state consistent in a forked child, which has the current thread only; take no
-        time for more.
+        """Make the state consistent in a forked child, which runs only the current thread. Must be
+        fast.
         """
 
 
 _locks: WeakSet[Resettable] = WeakSet()
 _owners: WeakSet[Resettable] = WeakSet()
-_undos: dict[
-    object, tuple[int, Callable[[], None]]
-] = {}  # what to undo, with the thread whose context it is
+# Context of :func:`undone` -> id of the thread that entered it, function to call at its end.
+_undos: dict[object, tuple[int, Callable[[], None]]] = {}
 
 
 def reset_lock_in_children(lock: Resettable) -> None:
-    """Let forked children reset a lock, before everything else."""
+    """Register a lock that a forked child resets first, before the objects that use locks."""
     _locks.add(lock)
 
 
 def reset_in_children(owner: Resettable) -> None:
-    """Let forked children reset an object, all of whose locks are free then."""
+    """Register an object that a forked child resets after all registered locks were freed."""
     _owners.add(owner)
 
 
 @contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Run ``undo`` at the end of this context, and in forked children that lack the context's
-    thread.
+    """Context manager that calls ``undo`` at its end. A forked child calls it at once if another
+    thread had entered the context, since that thread does not exist there.
     """
     key = object()
     _undos[key] = threading.get_ident(), undo
@@ -63,7 +62,7 @@ def _reset() -> None:
     for each in [*_locks, *_owners]:
         try:
             each.reset_after_fork()
-        except Exception:  # the others must be reset all the same
+        except Exception:  # one failure must not keep the other objects from being reset
             logger.exception(
                 "a forked child could not reset a %s, which may fail there", type(each).__name__
             )
@@ -96,14 +95,14 @@ class Lock:
         self._lock.release()
 
     def reset_after_fork(self) -> None:
-        """Free the lock if a thread holds it that does not exist here."""
+        """Replace the lock if it is held by a thread that does not exist in this forked child."""
         if not self._lock._is_owned():
             self._lock = threading.RLock()
 
 
 class Condition(PlainCondition):
-    """Condition whose lock is free in a forked child, unless the thread that forked holds it; no
-    thread waits.
+    """Condition variable whose lock is free in a forked child, unless the thread that called fork
+    holds it; no thread waits for it there.
     """
 
     def __init__(self) -> None:
@@ -111,15 +110,17 @@ class Condition(PlainCondition):
         reset_lock_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Drop all threads that hold the lock or wait."""
+        """Forget the waiting threads and the holder of the lock, unless the current thread holds
+        it.
+        """
         is_held: bool = self._is_owned()  # type: ignore[attr-defined]  # not in typeshed
         if not is_held:
             super().__init__()
 
 
 class cached_property(LockedProperty[T]):  # noqa: N801  a decorator
-    """``functools.cached_property`` without the lock that it has before Python 3.12, which children
-    would inherit.
+    """``functools.cached_property`` without the lock that Python 3.11's version has: a forked child
+    would inherit it while another thread holds it, and would wait forever.
     """
 
     @overload

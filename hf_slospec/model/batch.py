@@ -1,4 +1,7 @@
-"""Rules by which an attention layer weighs the keys that a token may see."""
+"""The packed batch: new tokens of several sequences in one forward, their K/V slots and masks, and
+the per-layer arguments of attention. :meth:`CachedSequence.commit` keeps the K/V of accepted nodes
+and so drops that of rejected nodes; the tensors with the slots are in kv_cache.py.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +17,35 @@ from hf_slospec.model.transfer import to_device
 
 
 class AttentionRules(NamedTuple):
-    """Arguments of a layer's attention beside query, key and value, the same for all tokens of a
-    forward.
+    """Arguments of a layer's attention other than query, key and value; they are the same for all
+    tokens of a forward.
     """
 
     scaling: float  # scores are multiplied by it
-    window: int | None = None  # a token sees itself and the window - 1 positions before it
+    # Sliding window: a token attends to itself and the window - 1 positions before it.
+    window: int | None = None
     softcap: float | None = None  # scores are squeezed into (-softcap, softcap)
-    sinks: torch.Tensor | None = (
-        None  # [num_heads] logits that take probability but contribute no value
-    )
-    chunk: int | None = None  # positions per chunk; no token sees beyond its own chunk
-    bias: torch.Tensor | None = (
-        None  # [num_heads, num_distances] added to scores; the last one is for all farther keys
-    )
+    # [num_heads], attention sinks: logits that take part in the softmax but contribute no value
+    sinks: torch.Tensor | None = None
+    # Chunked attention: positions per chunk; a token attends only to keys of the chunk it is in.
+    chunk: int | None = None
+    # [num_heads, num_distances], added to scores by the distance of query and key; keys that are
+    # farther away use the last entry.
+    bias: torch.Tensor | None = None
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores after the softcap, if there is one.  -> shape of ``scores``"""
+        """Apply the softcap to scores, if there is one.  -> shape of ``scores``"""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
-Encoded = dict[
-    int, tuple[torch.Tensor, torch.Tensor]
-]  # by layer: K and V of one row's encoder, [heads, length, dim]
+# Layer index -> K and V of one row's encoder outputs, for cross-attention, each
+# [num_heads, length, dim].
+Encoded = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Stored(NamedTuple):
-    """Shape of one token's K or V in one layer; the two may differ (multi-head latent attention,
-    autocast).
+    """Shape, dtype and device of one token's K or V in one layer. K and V may differ (multi-head
+    latent attention, autocast).
     """
 
     num_heads: int
@@ -51,13 +55,15 @@ class Stored(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one token."""
+        """Bytes that one token's K or V takes in one layer."""
         return self.num_heads * self.dim * self.dtype.itemsize
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Stored:
-        """Return the shape of one token's K or V, from a layer's tensor [batch, num_heads,
-        num_tokens, dim].
+        """Return the shape of one token's K or V in a tensor that a layer caches.
+
+        Args:
+            tensor: [batch, num_heads, num_tokens, dim].
         """
         return cls(tensor.shape[1], tensor.shape[-1], tensor.dtype, tensor.device)
 
@@ -67,90 +73,103 @@ class LayerShape(NamedTuple):
 
     key: Stored
     value: Stored
-    index_key: Stored | None = (
-        None  # key of an indexer, which chooses the keys that the layer attends to
-    )
+    # Key of the layer's indexer (sparse attention), which chooses the keys to attend to.
+    index_key: Stored | None = None
 
     @property
     def stored(self) -> list[Stored]:
-        """Shapes of all stored tensors."""
+        """Shapes of K, V and, if the layer has an indexer, its key."""
         return [shape for shape in self if shape is not None]
 
 
 class SequenceStates(Protocol):
-    """States of one sequence in layers that keep one in place of K and V.
+    """Recurrent states of one sequence, in layers that keep a state (Mamba, linear attention) in
+    place of K and V.
 
-    A state cannot be rolled back, so what a step's nodes add to it stays apart until it is known
-    which of them were committed."""
+    A state cannot be rolled back, so the updates by a step's draft nodes are stored separately
+    until it is known which nodes were committed.
+    """
 
-    length: int  # tokens that the states include
-    kept: Sequence[int] | None  # staged nodes that were committed; None: the first ones
+    length: int  # number of committed tokens that the states include
+    # Indices of the staged nodes that were committed; None: the first ones.
+    kept: Sequence[int] | None
 
     def take_in(self, length: int, num_earlier: int = 0) -> None:
-        """Advance the states to ``length`` committed tokens, and drop what an earlier step staged.
+        """Advance the states to ``length`` committed tokens, and drop the nodes that an earlier
+        step staged.
 
         Args:
-            num_earlier: nodes that earlier forwards of this step staged, which stay staged.
+            num_earlier: number of nodes that earlier forwards of this step staged; they stay
+                staged.
         """
 
     def copy(self) -> SequenceStates:
-        """Return the states for another sequence with the same first ``length`` tokens."""
+        """Copy the states for another sequence with the same first ``length`` tokens."""
 
 
 @dataclass(eq=False)
 class CachedSequence:
-    """A sequence's range of slots: committed tokens, then room for the tokens that a step stages.
+    """A sequence's range of slots in the K/V pool: slots of committed tokens, then slots of staged
+    tokens. A token is staged when a forward writes its K/V, and committed when the engine accepts
+    it.
 
-    Only ``length`` tells which tokens are committed, so dropping a rejected token's K/V touches no
-    memory. ``start`` and ``capacity`` change when room is made for others or the pool is enlarged.
+    Only ``length`` says how many tokens are committed, so dropping a rejected token's K/V touches
+    no memory. ``start`` and ``capacity`` change when room is made for other sequences or the pool
+    is enlarged.
     """
 
-    start: int = 0
-    capacity: int = 0
-    length: int = 0  # committed tokens
-    staged_end: int = 0  # slots up to the last staged token; 0: what was staged has been committed
-    position_offset: int = (
-        0  # new tokens' positions minus their indices: tokens of an image may share positions
-    )
-    prompt_len: int = (
-        0  # tokens that stock decoding forwards together; length-dependent RoPE is chosen by it
-    )
-    num_padding: int = 0  # tokens by which the longest prompt of its batch exceeds its prompt
-    # [prompt_len, hidden] in place of the embeddings of the prompt's tokens
+    start: int = 0  # index of the first slot
+    capacity: int = 0  # number of slots
+    length: int = 0  # number of committed tokens
+    # Number of slots up to the last staged token; 0: no tokens are staged.
+    staged_end: int = 0
+    # Positions of new tokens minus their indices; not 0 where tokens of an image share positions.
+    position_offset: int = 0
+    # Number of prompt tokens. Stock decoding processes them in one forward, so this number decides
+    # the frequencies of length-dependent RoPE.
+    prompt_len: int = 0
+    num_padding: int = 0  # padding tokens: longest prompt of the call minus prompt_len
+    # [prompt_len, hidden], replaces the embeddings of the prompt's tokens
     embeds: torch.Tensor | None = None
-    weights_state: int | None = None  # see Sequences; that of the model when tokens were cached
-    states: SequenceStates | None = None  # None if all layers keep K and V
-    encoded: Encoded | None = None  # what cross-attention attends to; None without an encoder
+    # State of the model's weights when the tokens were cached, see Sequences.weights_state.
+    weights_state: int | None = None
+    states: SequenceStates | None = None  # recurrent states; None if all layers keep K and V
+    encoded: Encoded | None = None  # K and V of the encoder's outputs; None without an encoder
 
     @property
     def num_written(self) -> int:
-        """Return the number of slots whose K/V moves with the sequence: other calls may run while
-        tokens are staged.
+        """Number of slots whose K/V must be copied when the sequence moves, staged tokens included:
+        other calls may move sequences while tokens are staged.
         """
         return min(max(self.length, self.staged_end), self.capacity)
 
     def last_slots(self, number: int) -> torch.Tensor:
-        """Return the slots of the last cached tokens.  -> [number] int64, on the host"""
+        """Return the slots of the last committed tokens.  -> [number] int64, on the host"""
         assert number <= self.length, "slots before a sequence are another's"
         end = self.start + self.length
         return torch.arange(end - number, end, device="cpu")
 
     def present_states(self) -> SequenceStates | None:
-        """Return the states after the cached tokens; None if the model has none."""
+        """Return the states advanced to the committed tokens; None if the model has none."""
         if self.states is not None:
             self.states.take_in(self.length)
         return self.states
 
     def truncate(self, length: int) -> None:
-        """Keep at most ``length`` tokens, or none if a recurrent state already contains later ones."""
+        """Drop the K/V of all tokens after the first ``length``. Drops all tokens if a recurrent
+        state already contains later ones, as it cannot be rolled back.
+        """
         if length < self.length and self.states is not None and length < self.states.length:
             self.states = None
             length = 0
         self.length = min(self.length, length)
 
     def commit(self, nodes: Sequence[int]) -> None:
-        """Commit staged nodes that form a path, after their K/V was moved to the end of the
-        committed tokens.
+        """Commit staged nodes; their K/V has been moved to the slots right after the committed
+        tokens.
+
+        Args:
+            nodes: indices of the committed tokens among the staged ones, in the order of the path.
         """
         self.length += len(nodes)
         self.staged_end = 0
@@ -158,9 +177,11 @@ class CachedSequence:
             self.states.kept = nodes
 
 
-# First index in a table of mask values whose value varies: 0 is False, and 1 is True.
+# Masks may hold indices into a table of booleans on the device. Entry 0 is False, entry 1 is True,
+# and from this index on the entries vary.
 FIRST_SEEN = 2
-# Kernels take longer chains as causal, as the work of a dense block is quadratic in its tokens.
+# Tokens. Kernels take a dense mask for chains of at most this length; longer chains use causal
+# attention, as the work of a dense mask is quadratic in the number of tokens.
 MAX_DENSE = 64
 
 
@@ -168,52 +189,50 @@ class AttentionLayer(NamedTuple):
     """Cache layout and mask properties of an attention layer."""
 
     shape: LayerShape
-    window: int | None = (
-        None  # sliding window: a token attends to itself and the window - 1 positions before it
-    )
-    is_latent: bool = (
-        False  # multi-head latent attention: the layer expands the cached tensors into K and V
-    )
-    chunk: int | None = (
-        None  # chunked attention: positions per chunk; no token attends beyond its own chunk
-    )
-    layer_idx: int = 0  # index in the model, where layers that keep a state instead are counted too
-    is_own: bool = False  # the layer's own code computes attention, over keys gathered for it
-    counts_tokens: bool = (
-        False  # the layer asks the cache for its length; in stock calls, this counts padding too
-    )
+    # Sliding window: a token attends to itself and the window - 1 positions before it.
+    window: int | None = None
+    # Multi-head latent attention: the layer expands the cached tensors into K and V.
+    is_latent: bool = False
+    # Chunked attention: positions per chunk; a token attends only to keys of the chunk it is in.
+    chunk: int | None = None
+    layer_idx: int = 0  # index among all layers of the model, including layers that keep a state
+    # Attention is computed by the layer itself, not through transformers' attention interface;
+    # keys are gathered for it.
+    is_own: bool = False
+    # The layer asks the cache for its length, which includes padding in stock calls.
+    counts_tokens: bool = False
 
 
 @dataclass(eq=False)
 class NewTokens:
-    """Tokens of one sequence that a forward appends to those in the K/V pool; tensors are on the
-    host or the device.
+    """New tokens of one sequence in a forward, which follow its committed tokens in the K/V pool.
+    Tensors are on the host or on the device.
     """
 
     sequence: CachedSequence
     input_ids: torch.Tensor  # [num_tokens] int64
-    positions: (
-        torch.Tensor
-    )  # [num_staged] int64: tokens staged by earlier forwards of the step, then these
+    # [num_staged] int64: positions of the tokens that earlier forwards of this step staged, then of
+    # the new tokens
+    positions: torch.Tensor
     # [num_tokens, num_staged] bool, True = may attend; or int64 on the host: indices into a table
-    # of booleans on the device, which starts with False and True.
+    # of booleans on the device, which starts with False and True (see FIRST_SEEN).
     mask: torch.Tensor
     embeds: torch.Tensor | None = None  # [num_tokens, hidden], replaces the embeddings of input_ids
-    is_chain: bool = False  # nothing else is staged, and the mask is causal
-    windowed_mask: torch.Tensor | None = (
-        None  # same shape; mask in layers with a sliding window; None: ``mask``
-    )
+    # No other tokens are staged, positions are consecutive, and the mask is causal.
+    is_chain: bool = False
+    # Mask of layers with a sliding window, same shape as ``mask``; None: these layers use ``mask``.
+    windowed_mask: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in this forward."""
         return self.input_ids.shape[0]  # ``len`` of a tensor takes several times as long
 
     def one_by_one(self) -> Iterator[NewTokens]:
-        """Yield each token as a part of its own, for forwards in this order; no token attends to
-        later ones.
+        """Yield one NewTokens per token, to be computed by one forward each, in this order. No
+        token attends to a later one.
         """
-        first = self.positions.shape[0] - self.num_tokens  # staged by earlier forwards
+        # Number of tokens that earlier forwards of this step staged.
+        first = self.positions.shape[0] - self.num_tokens
         for row in range(self.num_tokens):
             token = slice(row, row + 1)
             staged = slice(first + row + 1)
@@ -233,44 +252,42 @@ class Span:
     """The tokens of one sequence in a packed batch."""
 
     sequence: CachedSequence
-    begin: int  # index of its first token in the batch
-    end: int  # exclusive
-    staged_mask: (
-        torch.Tensor
-    )  # [num_tokens, num_staged] bool; columns: staged earlier in this step, then these tokens
-    staged_positions: torch.Tensor  # [num_staged] int64
-    is_chain: bool = (
-        False  # nothing else is staged, positions are consecutive, and the mask is causal
-    )
-    windowed_mask: torch.Tensor | None = (
-        None  # same shape; mask in layers with a sliding window; None: staged_mask
-    )
+    begin: int  # index in the batch of the sequence's first token
+    end: int  # index in the batch after the sequence's last token
+    # [num_tokens, num_staged] bool, True = may attend. Columns: the tokens that earlier forwards of
+    # this step staged, then the tokens of this forward.
+    staged_mask: torch.Tensor
+    staged_positions: torch.Tensor  # [num_staged] int64, positions of the columns' tokens
+    # No other tokens are staged, positions are consecutive, and the mask is causal.
+    is_chain: bool = False
+    # Mask of layers with a sliding window, same shape as ``staged_mask``; None: staged_mask.
+    windowed_mask: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in this forward."""
+        """Number of the sequence's tokens in this forward."""
         return self.end - self.begin
 
     @property
     def num_staged(self) -> int:
-        """Tokens staged in this step, those of this forward included."""
+        """Number of the sequence's tokens staged in this step, including this forward's."""
         return self.staged_positions.shape[0]
 
     @property
     def num_visible(self) -> int:
-        """Committed and staged tokens."""
+        """Number of the sequence's committed and staged tokens, all of which have a slot."""
         return self.sequence.length + self.num_staged
 
     @property
     def visible(self) -> slice:
-        """Slots visible to this forward: committed tokens, then all staged tokens, this forward's
-        last.
+        """Slots that this forward reads: first those with committed tokens, then those with staged
+        tokens. The tokens of this forward are the last ones.
         """
         return slice(self.sequence.start, self.sequence.start + self.num_visible)
 
     def staged_mask_for(self, window: int | None) -> torch.Tensor:
-        """Return the mask among staged tokens for layers with this window.  -> [num_tokens,
-        num_staged] bool
+        """Return the mask among staged tokens, for layers with this sliding window.  ->
+        [num_tokens, num_staged] bool
         """
         return (
             self.staged_mask if window is None or self.windowed_mask is None else self.windowed_mask
@@ -278,43 +295,46 @@ class Span:
 
 
 class Plan:
-    """Base of what one kind of layer reads of a packed batch: tensors, and numbers that the host
-    reads.
+    """Base of the tensors and numbers that layers with the same properties read of a packed batch,
+    such as masks and slot indices.
 
-    Plans are made on the host, before the forward, and copied to the device with its other inputs.
+    Plans are made on the host before the forward and copied to the device with the forward's other
+    inputs.
     """
 
     def completed(self, seen: torch.Tensor | None = None) -> Any:
-        """Return the plan with what is made on the device, where it is used.
+        """Return the plan with the tensors added that are made on the device rather than copied to
+        it.
 
-        ``seen`` [num_values] bool is the table that masks index, None if they are boolean.
+        Args:
+            seen: [num_values] bool, the table that masks hold indices into; None: masks are
+                boolean.
         """
         del seen
         return self
 
 
 class Plans(Protocol):
-    """Plans of a packed batch, made once for all layers of a kind."""
+    """Source of a packed batch's plans, each made once for all layers that request it."""
 
     def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
-        """Return ``make(batch, *arguments)``, completed on ``device``."""
+        """Return the plan ``make(batch, *arguments)``, completed, on ``device``."""
 
 
 @dataclass(eq=False)
 class PackedBatch:
-    """Tokens of several sequences in one forward, with the slots that one kind of layer sees."""
+    """New tokens of several sequences in one forward, with the slots that layers read."""
 
     spans: list[Span]
-    visible: list[slice]  # per span: the slots it sees, in the layer's K and V
-    is_padded: bool = False  # plans are padded to bucket sizes too
-    plans: dict[Any, Any] = field(
-        default_factory=dict
-    )  # completed, by function, device and arguments
+    visible: list[slice]  # per span: the slots that its tokens read, in the layers' K and V tensors
+    is_padded: bool = False  # plans have to be padded to bucket sizes, as for CUDA graphs
+    # (make, device, *arguments) -> the completed plan
+    plans: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Sequence[NewTokens], is_padded: bool = False) -> PackedBatch:
-        """Return the batch of these sequences' tokens, in this order, for layers that see the whole
-        pool.
+        """Return the batch of these parts (new tokens, one part per sequence), in this order, for
+        layers whose K and V tensors are the whole pool.
         """
         spans = []
         begin = 0
@@ -335,23 +355,28 @@ class PackedBatch:
         return cls(spans, [span.visible for span in spans], is_padded)
 
     def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
-        """Return a plan, which all layers share; it is made now if no earlier forward has requested
-        it.
-        """
+        """Return a plan that all layers share; make it if this batch does not have it yet."""
         if (key := (make, device, *arguments)) not in self.plans:
             self.plans[key] = to_device(make(self, *arguments), device).completed()
         return self.plans[key]
 
 
 class PlannedBatch:
-    """Packed batch during a forward that reads tensors only: its plans, made before."""
+    """Plans of a packed batch for a forward that reads tensors only, such as a CUDA graph: all
+    plans were made before it.
+    """
 
     def __init__(self, plans: dict[Any, Plan], seen: torch.Tensor | None = None):
-        """Complete the plans, which are on the device; for ``seen`` see :meth:`Plan.completed`."""
+        """Call :meth:`Plan.completed` on plans that were already copied to the device.
+
+        Args:
+            plans: by the arguments of :meth:`plan`.
+            seen: table of booleans that the masks index; None: the masks are boolean.
+        """
         self._plans = {key: plan.completed(seen) for key, plan in plans.items()}
 
     def plan(self, *key: Hashable) -> Any:
-        """Return a plan."""
+        """Return the plan made for these arguments."""
         return self._plans[key]
 
 
@@ -363,24 +388,25 @@ class SlotPlan(Plan):
 
 
 def plan_own(batch: PackedBatch) -> SlotPlan:
-    """Return the slots in which the K and V of the batch's tokens are staged."""
+    """Return the slots that the K and V of the batch's new tokens are written to."""
     pairs = zip(batch.spans, batch.visible, strict=True)
-    offsets = np.array(
-        [slots.stop - span.end for span, slots in pairs]
-    )  # a token's slot, less its index in the batch
+    # Slot of a token minus its index in the batch, per span.
+    offsets = np.array([slots.stop - span.end for span, slots in pairs])
     lengths = [span.num_tokens for span in batch.spans]
     return SlotPlan(torch.from_numpy(offsets.repeat(lengths) + np.arange(batch.spans[-1].end)))
 
 
 def plan_visible(batch: PackedBatch) -> SlotPlan:
-    """Return the slots that the batch sees, sequence after sequence."""
+    """Return the slots that the batch's tokens read, one sequence after the other."""
     return SlotPlan(
         torch.cat([torch.arange(slots.start, slots.stop, device="cpu") for slots in batch.visible])
     )
 
 
 def plan_over_visible(batch: PackedBatch, make: Callable[..., Plan], *arguments: Hashable) -> Plan:
-    """Return a plan for layers whose K and V are those of :func:`plan_visible`."""
+    """Return ``make(batch, *arguments)`` for layers whose K and V hold only the slots of
+    :func:`plan_visible`, gathered in that order.
+    """
     ends = itertools.accumulate(span.num_visible for span in batch.spans)
     visible = [
         slice(end - span.num_visible, end) for span, end in zip(batch.spans, ends, strict=True)
@@ -390,10 +416,12 @@ def plan_over_visible(batch: PackedBatch, make: Callable[..., Plan], *arguments:
 
 @dataclass(frozen=True, eq=False)
 class OverVisible:
-    """Plans for layers whose K and V are those of :func:`plan_visible`."""
+    """Source of plans for layers whose K and V hold only the slots of :func:`plan_visible`,
+    gathered in that order.
+    """
 
     batch: Plans
 
     def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
-        """Return a plan; see :meth:`Plans.plan`."""
+        """Return the plan as :meth:`Plans.plan` does, for gathered slots."""
         return self.batch.plan(plan_over_visible, device, make, *arguments)

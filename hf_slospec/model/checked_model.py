@@ -1,4 +1,6 @@
-"""A model that passed the trial of packed forwards, with its lock and the cost of its forwards."""
+"""A model that has passed the trial of packed forwards, with its lock and the measured cost of its
+forwards.
+"""
 
 from __future__ import annotations
 
@@ -32,30 +34,32 @@ from hf_slospec.model.trial import check_by_trial, counts_gaps, counts_padding, 
 from hf_slospec.model.version import ModelVersion
 from hf_slospec.model.whose_code import changing_hooks, check_code, is_compiled, num_global_hooks
 
-RENEWED_S = 1.0  # seconds of measuring once compiled forwards have replaced eager ones
+# Seconds. Maximum time of measuring again after compiled forwards have replaced eager ones.
+RENEWED_S = 1.0
 
 
 class CheckedModel:
-    """A model that passed the trial of packed forwards, which is repeated after it was moved, cast
-    or changed.
+    """A model that has passed the trial of packed forwards (see trial.py). The trial is repeated
+    after the model was moved, cast or changed.
 
     Engines hold the target's ``lock`` while they use the K/V caches of the target and of its
-    drafts."""
+    drafts.
+    """
 
     def __init__(
         self, model: Any, config: SLOSpecConfig, measure_s: float, target: Ranks | None = None
     ):
-        """Check the model.
+        """Make the model's packed forwards and try them.
 
         Args:
             model: a causal LM or a drafting head.
             config: the settings.
-            measure_s: maximum seconds of measuring, if no profile is saved.
-            target: ranks of the target, if the model is a draft; None: it is a target.
+            measure_s: maximum seconds of measuring costs, if no profile is saved.
+            target: ranks of the target if the model is a draft; None if it is a target.
 
         Raises:
             UnsupportedModelError: the model cannot verify a token tree.
-            IncompatibleDraftError: it is split over other processes than the target.
+            IncompatibleDraftError: the draft is split over other processes than the target.
         """
         check_embeds_tokens(model)
         self.model = model
@@ -68,16 +72,18 @@ class CheckedModel:
         self._renewing = FairLock()  # taken after `lock` where both are held
         self.packed: PackedModel
         self._placement: tuple[Any, ...]
-        self._sets_attributes = False  # its own forwards change attributes of its modules
+        self._sets_attributes = False  # the model's forward changes attributes of its modules
         self.known_cost: ForwardCost | None = None  # None: not measured, or no longer valid
-        self._is_cost_compiled = False  # the cost is that of compiled forwards
-        if self._is_target:  # a draft decides no token
+        self._is_cost_compiled = False  # known_cost was measured with compiled forwards
+        if self._is_target:  # a draft's tokens are only proposals, whatever code makes them
             check_own_code(model)
         self._make(None)
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """Device, dtype and replaced forward of the model; they may not change while requests run."""
+        """Device, dtype and replaced forward of the model. They may not change while
+        requests run.
+        """
         model = self.model
         return (
             input_device(model),
@@ -86,16 +92,16 @@ class CheckedModel:
         )
 
     def _make(self, version: ModelVersion | None) -> None:
-        """Make and try the packed forwards for the model's present device and dtype."""
+        """Make and try the packed forwards for the model's present device, dtype and forward."""
         if input_device(self.model).type == "cpu":
             warn_if_oversubscribed()
             log_idle_gpu()
         self._check_deciding()
         self._check_code()
         placement = self._present_placement(all_modules(self.model))
-        if version is not None:  # FSDP may have split it since
+        if version is not None:  # the model was used before; refuse it if FSDP has split it since
             self._new_ranks(self.model)
-            if self._placement[:-1] == placement[:-1]:  # engines go on with the old one
+            if self._placement[:-1] == placement[:-1]:  # running engines rely on the same layers
                 self.packed.check_layers()
         config = self.config if self._is_target else self.config.model_copy(update={"exact": None})
         packed = PackedModel(self.model, config, self.ranks, version)
@@ -112,21 +118,21 @@ class CheckedModel:
 
     @property
     def _to_try(self) -> int:
-        """The version of the model that needs a trial."""
+        """Version counter that has advanced if the model has to be tried again."""
         version = self.packed.version
         return version.structure if self._sets_attributes else version.modules
 
     def renew(self, lock: FairLock, is_idle: bool = True) -> None:
-        """Take in changes of the model, and repeat the trial if they were of more than its weights.
+        """Notice changes of the model, and repeat the trial if more than its weights has changed.
 
         Args:
             lock: the lock of the engines that use the model's cache.
             is_idle: no request runs; see :meth:`ModelVersion.renew`.
 
         Raises:
-            UnsupportedModelError: its packed forwards are no longer those of the model, or it runs
-                foreign code.
-            InvalidInputError: it has to be tried, and its processes follow a batcher.
+            UnsupportedModelError: the model's packed forwards no longer agree with its own forward,
+                or it runs foreign code.
+            InvalidInputError: the model has to be tried, and its processes follow a batcher.
         """
         version = self.packed.version
         version.renew(is_idle)
@@ -137,9 +143,9 @@ class CheckedModel:
             if self._placement != self._present_placement(parts):
                 self._make(version)
         self.packed.take_in_changes()
-        if self.ranks.any(self._tried != self._to_try):  # all ranks try the model, or none
+        if self.ranks.any(self._tried != self._to_try):  # ranks must try the model together
             with lock, self._renewing:
-                # Another thread may have been faster.
+                # Another thread may have tried the model meanwhile.
                 if self._tried != self._to_try or self.ranks.num_deciding > 1:
                     self._check_deciding()
                     self._check_code()
@@ -151,7 +157,9 @@ class CheckedModel:
                     self._tried = self._to_try
 
     def _check_deciding(self) -> None:
-        """Raise InvalidInputError if this process cannot forward the model by itself, to try it."""
+        """Raise InvalidInputError if this process cannot try the model now, as it only follows the
+        first process of a tensor-parallel model.
+        """
         if self._is_target and self.ranks.is_led:
             raise InvalidInputError(
                 f"{type(self.model).__name__} has to be tried, as it is new or was changed, and the batcher of this "
@@ -159,8 +167,8 @@ class CheckedModel:
             )
 
     def _check_code(self) -> None:
-        """Raise UnsupportedModelError if a trial cannot tell what the target's layers do; drafts
-        may do anything.
+        """Raise UnsupportedModelError if the target's layers run code whose effect a trial cannot
+        show. A draft's code is not checked.
         """
         if self._is_target:
             check_code(self.model)
@@ -175,26 +183,26 @@ class CheckedModel:
 
     @cached_property
     def counts_padding(self) -> bool:
-        """Return whether a row of stock's batches depends on its padding."""
+        """Return whether left padding of a row changes what stock computes for it."""
         return counts_padding(self.packed)
 
     @cached_property
     def counts_gaps(self) -> bool:
-        """Return whether masked tokens inside a prompt change what the model computes, by their
-        places.
+        """Return whether masked tokens inside a prompt change what the model computes for other
+        tokens.
         """
         return counts_gaps(self.packed)
 
     @cached_property
     def ignores_zero_types(self) -> bool:
-        """Return whether ``token_type_ids`` of zeros change nothing of what the model computes
-        without any.
-        """
+        """Return whether passing ``token_type_ids`` of zeros has no effect on the model."""
         return ignores_zero_types(self.packed)
 
     @property
     def cost(self) -> ForwardCost:
-        """Cost of the forwards: from a saved profile of this machine, or else measured now."""
+        """Cost of the model's forwards, from a saved profile of this machine or, if there is none,
+        measured now.
+        """
         packed = self.packed
         with self.lock, self._renewing:
             seconds = self.measure_s
@@ -203,7 +211,7 @@ class CheckedModel:
                 seconds = min(seconds, RENEWED_S)
             self._is_cost_compiled = packed.is_compiled
             if self.known_cost is None:
-                # Other ranks may not find the file yet.
+                # All ranks must decide alike, and some may not find the file yet.
                 self.known_cost = self.ranks.first(load_profile(packed))
             if self.known_cost is None:
                 with evaluating(self.model):
@@ -212,11 +220,11 @@ class CheckedModel:
             return self.known_cost
 
     def replace_cost(self, old: ForwardCost, new: ForwardCost) -> None:
-        """Replace a profile that turned out wrong by what steps measured; the next process measures
-        again.
+        """Replace a cost that turned out wrong by what steps measured, and delete the saved
+        profile, so that the next process measures again.
         """
         with self._renewing:
-            if self.known_cost is old:  # otherwise the model was moved or measured since
+            if self.known_cost is old:  # the model was not moved or measured again meanwhile
                 self.known_cost = new
                 drop_profile(self.packed)
                 if input_device(self.model).type == "cpu":

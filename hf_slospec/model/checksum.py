@@ -1,9 +1,10 @@
-"""Checksums of weights, which tell changes that leave no other trace.
+"""Checksums of weights, which reveal changes that leave no other trace.
 
-torch counts writes to a tensor (``_version``), but neither those of fused optimizers nor those
-through ``weight.data``, by which adapters are merged and averages swapped in. So a checksum of all
-weights is computed before a call, if they may have been written: one pass over the memory, which
-takes as long as one step of decoding."""
+torch counts writes to a tensor (``_version``), but not the writes of fused optimizers, nor writes
+through ``weight.data``, by which adapters are merged and averaged weights swapped in. So a checksum
+of all weights is computed before a call if they may have been written. It reads all weights once,
+which takes as long as one decode step.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +12,29 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-Digest = tuple[int, ...]
-# Address and count of writes of every tensor that holds a weight.
+Digest = tuple[int, ...]  # checksum: two integers per device
+# Address and count of writes of each tensor that holds a weight's values; count None: not counted.
 State = tuple[tuple[int, int | None], ...]
 
-FACTOR = 0x2C1B3C6D  # 5 modulo 8: powers repeat after 2**14 even in the two highest bits of a word
-# Words per addition: on a CPU they fit a core's cache; on a device, few kernels are launched.
+# Multiplier of the checksum. As it is 5 modulo 8, its powers modulo 2**16 repeat only after 2**14
+# additions, so that changes in the upper half of an int32 word, too, get many different weights.
+FACTOR = 0x2C1B3C6D
+# int32 words per addition: on a CPU as many as fit into a core's cache; on other devices more, so
+# that few kernels are launched.
 CPU_WORDS = 2**18
 DEVICE_WORDS = 2**23
-WIDTH = 1024  # sums per row
+WIDTH = 1024  # row length of the matrix in which the sums are added by rows and by columns
 
 
 @torch.no_grad()
 def digest(weights: Iterable[torch.Tensor]) -> Digest:
-    """Return a checksum of all bits of the weights, which differs if any bit does, or if two
+    """Return a checksum of all bits of the weights, which changes if any bit changes, or if two
     weights are swapped.
 
-    Words are added by their index in a piece, each piece times another power of ``FACTOR``, and
-    these sums again by row and by column. A single change is always seen, and so are two that would
-    cancel out in a plain sum."""
+    The weights' int32 words are divided into pieces, which are added elementwise, each multiplied
+    by another power of ``FACTOR``. The resulting sums are added by rows and by columns. A single
+    change is always seen, and so are two changes that would cancel out in a plain sum.
+    """
     sums: dict[torch.device, torch.Tensor] = {}
     for weight in weights:
         for words in (words for tensor in _stored(weight) for words in _words(tensor.detach())):
@@ -49,7 +54,9 @@ def digest(weights: Iterable[torch.Tensor]) -> Digest:
 
 
 def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a weight: several if it is quantised, none if it is offloaded."""
+    """Yield the plain tensors that hold a weight's values: several if it is quantised, none if it
+    is offloaded.
+    """
     if weight.is_meta:
         return
     if weight.is_nested and type(weight) is torch.Tensor:
@@ -64,11 +71,13 @@ def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bits of a tensor as int32: its whole words, then each remaining byte."""
+    """Yield the bits of a tensor as int32 tensors: first all complete words, then the remaining
+    bytes as one word each.
+    """
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     dense = dense.int_repr() if dense.is_quantized else dense.resolve_conj().resolve_neg()
     flat = dense.contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % 4:  # a view of a larger tensor, such as FSDP's
+    if flat.storage_offset() % 4:  # not aligned to words, as in a view of FSDP's flat tensor
         flat = flat.clone()
     num_whole = len(flat) // 4 * 4
     yield flat[:num_whole].view(torch.int32)
@@ -77,12 +86,12 @@ def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def weight_version(weight: torch.Tensor) -> int:
-    """Return an integer that stays the same until a weight is written or moved."""
+    """Return an integer that changes if the weight is written or moved."""
     return hash((address(weight), digest([weight])))
 
 
 def state_of(weight: torch.Tensor) -> State:
-    """Return the address and the count of writes of each tensor that holds a weight."""
+    """Return the address and the count of writes of each tensor that holds a weight's values."""
     tensors = list(_stored(weight))
     if not tensors:
         return ((id(weight), None),)
@@ -92,7 +101,7 @@ def state_of(weight: torch.Tensor) -> State:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's data; the id of a tensor that is stored in several, such as
+    """Return the address of a tensor's data, or the id of a tensor without data of its own, such as
     a sparse one.
     """
     return tensor.data_ptr() if torch._C._has_storage(tensor) else id(tensor)

@@ -1,4 +1,6 @@
-"""Coupled drafting: the draft ranks tokens with the noise that will choose the target's token."""
+"""Coupled drafting: the draft ranks tokens with the same random noise that will choose the target's
+token, which raises the acceptance rate of sampled requests.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class Coupling:
-    """Noise of one sampled request, and the logits processors that its draft applies, too."""
+    """Noise of one sampled request, and the target's logits processors that are applied to its
+    drafts.
+    """
 
     def __init__(
         self,
@@ -28,7 +32,14 @@ class Coupling:
         processors: Sequence[Processor],
         reads_text: bool,
     ):
-        """``reads_text``: a processor reads ``input_ids``."""
+        """Take the request's sampler and processors.
+
+        Args:
+            sampler: chooses the target's tokens of the request.
+            request: the sampled request.
+            processors: logits processors of the request.
+            reads_text: some processor reads ``input_ids``.
+        """
         self.sampler = sampler
         self._request = request
         self._processors = processors
@@ -41,15 +52,17 @@ class Coupling:
         settings = (
             tuple((type(one), *sorted(vars(one).items())) for one in processors) if is_plain else ()
         )
-        # Requests with equal keys can be processed together.
+        # Drafts of requests with equal keys can go through the processors in one call.
         self.key: Hashable = settings if is_plain and not reads_text else id(self)
 
     def after(self, depth: int) -> torch.Tensor:
-        """Return a copy of the noise of the token after a node at this depth.  -> [vocab] f32"""
+        """Return a copy of the noise that will choose the token after a node at this depth.  ->
+        [vocab] f32
+        """
         return self.sampler.noise_after([self._request], depth)[0]
 
     def processed(self, scores: torch.Tensor, paths: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a beam's scores after the target's processors.
+        """Apply the target's processors to the draft's scores of one request.
 
         Args:
             scores: [num_nodes, vocab] f32.
@@ -66,8 +79,8 @@ class Coupling:
 
 
 def is_ranked(request: Request) -> bool:
-    """Return whether the ranks of proposals depend on more than the draft: on known noise or on a
-    grammar.
+    """Return whether the request's proposals are ranked by more than the draft's probabilities: by
+    known noise or by a grammar.
     """
     return request.noise is not None or request.params.grammar is not None
 
@@ -78,28 +91,32 @@ def coupled(
     logits: torch.Tensor,
     paths: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the logits that rank children: perturbed by noise where it is known, -inf where a
-    grammar forbids a token.
+    """Return the values by which children are ranked: the draft's logits, perturbed by noise where
+    it is known, and -inf where a grammar forbids a token.
 
-    The target takes the token with the highest ``log p + g``, where ``g = -log(Exp(1) noise)``. The
-    same sum with the draft's probabilities ranks first what the target takes most often: with one
-    child, the tokens agree with a probability of at least (1 - TV) / (1 + TV), TV being the
-    distributions' total variation distance (Daliri et al., arXiv 2408.07978). The softmax of the
-    sums over ``SHARPNESS`` gives probabilities that calibration can start from.
+    The target takes the token with the highest ``log p + g``, where ``g = -log(Exp(1) noise)``.
+    Ranking by the same sum with the draft's probabilities proposes first the token that the target
+    takes most often: with one child, the tokens agree with a probability of at least (1 - TV) / (1
+    + TV), TV being the total variation distance of the two distributions (Daliri et al., arXiv
+    2408.07978). The sums are divided by ``SHARPNESS``, so that their softmax gives probabilities
+    that calibration can start from.
 
     Args:
-        requests: those of the beam.
+        requests: requests that are drafted for.
         depth: depth of the nodes; 0: the roots.
-        logits: [num_requests, beam, vocab], the draft's after these nodes.
-        paths: returns the tokens from below the root to each node of a request, [beam, depth]
-            int64.
+        logits: [num_requests, beam, vocab], the draft's logits after these nodes.
+        paths: (index of a request) -> tokens from below the root to each of its nodes, [beam,
+            depth] int64.
+
+    Returns:
+        [num_requests, beam, vocab].
     """
-    groups: dict[Hashable, dict[int, Coupling]] = {}  # by key, then by index of the request
-    grammars: dict[int, Grammar] = {}  # by index of the request
+    groups: dict[Hashable, dict[int, Coupling]] = {}  # by Coupling.key, then by request index
+    grammars: dict[int, Grammar] = {}  # by request index
     for index, request in enumerate(requests):
         if isinstance(request.noise, Coupling):
             groups.setdefault(request.noise.key, {})[index] = request.noise
-        elif request.params.grammar is not None:  # Coupled requests have it among their processors.
+        elif request.params.grammar is not None:  # a coupled request's processors include it
             grammars[index] = request.params.grammar
     if not (groups or grammars):
         return logits
@@ -110,7 +127,7 @@ def coupled(
             [[*output, *path] for path in paths(index).tolist()], ranked[index]
         )
     for group in groups.values():
-        first = next(iter(group))  # the only one if processors read input_ids
+        first = next(iter(group))  # if processors read input_ids, the group has only this request
         noise = _noise(requests, group, depth)[:, None]  # [group, 1, vocab]
         scores = _resized(torch.stack([ranked[index] for index in group]), noise.shape[-1])
         try:
@@ -119,10 +136,8 @@ def coupled(
                 .processed(scores.flatten(0, 1), partial(paths, first))
                 .view(scores.shape)
             )
-        except (
-            ValueError,
-            RuntimeError,
-        ) as error:  # a processor made for the target's scores may refuse the draft's
+        except (ValueError, RuntimeError) as error:
+            # A processor made for the target's scores may refuse the draft's.
             if is_out_of_memory(error):
                 raise
             logger.info(
@@ -139,7 +154,7 @@ def coupled(
 
 
 def _noise(requests: Sequence[Request], group: Mapping[int, Coupling], depth: int) -> torch.Tensor:
-    """Return the noise of a group's requests, by one call of each sampler.  -> [group, vocab] f32"""
+    """Return the noise of a group's requests, calling each sampler once.  -> [group, vocab] f32"""
     by_sampler: dict[StockSampler, list[int]] = {}
     for index, coupling in group.items():
         by_sampler.setdefault(coupling.sampler, []).append(index)
@@ -153,6 +168,8 @@ def _noise(requests: Sequence[Request], group: Mapping[int, Coupling], depth: in
 
 
 def _resized(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return logits of ``vocab_size`` tokens, as the vocabularies may be padded differently."""
+    """Cut logits to ``vocab_size`` tokens, or pad them with -inf: draft and target may pad their
+    vocabularies differently.
+    """
     missing = vocab_size - logits.shape[-1]
     return pad(logits, (0, missing), value=-torch.inf) if missing else logits

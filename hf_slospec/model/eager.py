@@ -1,4 +1,6 @@
-"""Eager packed forwards: the model's own modules, run operator by operator."""
+"""The eager forward paths: the model's modules run operator by operator, with the attention
+hook.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from hf_slospec.model.transfer import to_device
 
 
 class EagerPath(ForwardPath):
-    """Computes every forward; the last path of a model that is not exact."""
+    """Path that can compute every forward; the last path of a model without ``exact``."""
 
     name = "eager"
 
@@ -29,11 +31,12 @@ class EagerPath(ForwardPath):
         self._context = context
         self.backend = backend
         self.device = context.facts.device
-        self.prefills_alone = False  # prompts are processed as by stock, each as a whole and alone
-        # Puts the overrides of linear layers in force.
+        self.prefills_alone = False  # each prompt is prefilled in a separate forward, as a whole
+        # Returns a context in which the overrides of linear layers are active.
         self.in_force: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._plans: dict[PlanKey, None] = {}  # that layers have requested so far
-        # Plans of several devices are made and copied when a layer requests them.
+        self._plans: dict[PlanKey, None] = {}  # plans that layers requested in earlier forwards
+        # Plans are made and copied together before a forward if all layers are on one device, else
+        # when a layer requests them.
         self._makes_plans = context.facts.kv_devices <= {self.device}
 
     def run(self, inputs: ForwardInputs) -> Outputs:
@@ -53,14 +56,15 @@ class EagerPath(ForwardPath):
         spans: Sequence[Span] = (),
         backend: Backend | None = None,
     ) -> Outputs:
-        """Run the model.
+        """Run the model on a packed batch.
 
         Args:
             pool: storage of the batch's sequences.
-            batch: the plans that layers read.
-            tensors: all else that the model reads, on the device.
-            spans: sequences whose states and encoders its layers read; none when replayed.
-            backend: None for the model's.
+            batch: source of the plans that layers read.
+            tensors: the other inputs of the model, on the device.
+            spans: sequences, for layers with recurrent states or cross-attention; empty in CUDA
+                graphs.
+            backend: attention backend; None: the path's.
         """
         context = self._context
         layers = pool, batch, backend or self.backend, context.layers, tensors.position_ids
@@ -81,7 +85,9 @@ class EagerPath(ForwardPath):
 
     @torch.no_grad()
     def find_plans(self) -> list[PlanKey]:
-        """Return the plans that the model's layers request, seen in a forward of one token."""
+        """Return the keys of the plans that the model's layers request, found by a forward of one
+        token.
+        """
         pool = KVPool([layer.shape for layer in self._context.layers], num_slots=1)
         token = torch.zeros(1, dtype=torch.int64, device="cpu")
         mask = torch.ones(1, 1, dtype=torch.bool, device="cpu")
@@ -93,8 +99,9 @@ class EagerPath(ForwardPath):
     def may_have_spread(self, logits: torch.Tensor) -> bool:
         """Return whether NaN of one token may have spread to tokens that do not attend to it.
 
-        All logits of a token with NaN in its hidden states are NaN. Reading one of each makes the
-        host wait for a GPU, and nodes that are attended to alone have no others' NaN.
+        All logits of a token with NaN in its hidden states are NaN, so one logit per token is read.
+        False on a GPU, where reading it would make the host wait, and where prompts are prefilled
+        alone, as each token's attention is then computed over its visible keys only.
         """
         return (
             self.device.type == "cpu"
@@ -103,7 +110,9 @@ class EagerPath(ForwardPath):
         )
 
     def isolated(self, inputs: ForwardInputs) -> Outputs:
-        """Compute a forward in which only tokens that attend to a token read its K and V."""
+        """Compute a forward in which a token's K and V are read only by tokens that attend
+        to it.
+        """
         rope = self._context.rope
         if not self._context.facts.has_own_attention:
             tensors = to_device(inputs.tensors(), self.device)
@@ -122,7 +131,9 @@ class EagerPath(ForwardPath):
 
 
 class ExactPath(EagerPath):
-    """Computes every forward of a model whose logits are the same whatever the batch."""
+    """Path that can compute every forward, with logits that do not depend on the rest of the
+    batch.
+    """
 
     name = "exact"
 

@@ -1,5 +1,5 @@
-"""Trial of a model with exact bits: a tree beside another sequence must have the logits of single
-steps.
+"""Trial of a model with ``exact``: the logits of a draft tree, computed beside another sequence,
+must equal those of single decode steps bit for bit.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from hf_slospec.model.properties import evaluating, refused_if_it_fails
 from hf_slospec.model.tree_mask import chain
 from hf_slospec.model.trial import load_plain, plain_steps, tree_logits, tree_of
 
-# Tokens of the sequences; the first tree begins and ends in different blocks of 64 keys.
+# Numbers of prompt tokens of the two sequences. The first tree begins and ends in different blocks
+# of 64 keys.
 PROMPTS = (120, 7)
-# Shape of the trees: more nodes than a group has rows; those of a depth are children of the first
-# one of the depth before.
+# Shape of the trees: more nodes than a kernel takes as one group of rows. All nodes of a level are
+# children of the first node of the level above.
 DEPTH = 12
 WIDTH = 4
 PARENTS = (
     -1,
     *(max(WIDTH * (depth - 2) + 1, 0) for depth in range(1, DEPTH + 1) for _ in range(WIDTH)),
 )
-TRIAL_CHUNKS = (33, 64)  # tokens of a prompt's forwards, where prompts may be cut
+# Tokens per prefill forward for the tree and for single steps, if prompts may be split.
+TRIAL_CHUNKS = (33, 64)
 
 
 def check_exact(packed: PackedModel) -> None:
-    """Raise UnsupportedModelError unless nodes of trees have, bit for bit, the logits of tokens
-    decoded one by one.
+    """Raise UnsupportedModelError unless the logits of tree nodes equal those of tokens decoded one
+    by one, bit for bit.
 
-    These are stock's own for ``exact="bits"``, else those of packed forwards.
+    The tokens are decoded by stock's own forward for ``exact="bits"``, else by packed forwards.
     """
     numbers = np.random.default_rng(0)
     prompts = [numbers.integers(packed.vocab_size, size=size).tolist() for size in PROMPTS]
@@ -63,7 +65,9 @@ def check_exact(packed: PackedModel) -> None:
 
 
 def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: list[int], chunk: int) -> None:
-    """Cache a prompt, as calls do: by the model's own forward, or by chunks."""
+    """Compute a prompt's K/V as calls do: by the model's own forward if prompts are prefilled
+    alone, else in chunks.
+    """
     pool = packed.kv_cache.pool
     if packed.prefills_alone:
         load_plain(packed, sequence, prompt, len(prompt))
@@ -75,7 +79,9 @@ def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: list[int], c
 
 
 def _one_by_one(packed: PackedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Return the logits after each of ``tokens`` behind a prompt.  -> [len(tokens), vocab]"""
+    """Return the logits after each of ``tokens``, decoded one by one after a prompt.  ->
+    [len(tokens), vocab]
+    """
     if packed.exact == "bits":
         return plain_steps(packed, prompt, tokens)[0][1:]
     logits = []

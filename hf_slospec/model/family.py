@@ -1,4 +1,6 @@
-"""Families of models: what a plugin does for models whose layers the core's forwards do not fit."""
+"""Model families: how to probe, call and cache models that need more than attention through
+transformers' interface. Plugins register families for layers with states, encoders and others.
+"""
 
 from __future__ import annotations
 
@@ -24,40 +26,50 @@ from hf_slospec.model.properties import (
 
 
 class EncoderOutputs(Protocol):
-    """The encoder's outputs of one call, which each decoder attends to."""
+    """The encoder's outputs for one call, which the decoders of target and draft attend to."""
 
     def of_row(self, row: int) -> Callable[[Any], Encoded | None]:
-        """Return the function that returns what a model's decoder attends to for one row."""
+        """Return a function that takes a model and returns the K/V that its decoder attends to for
+        one row.
+        """
 
     def fill(self, model_kwargs: dict[str, Any]) -> Any:
-        """Add K and V of the encoder's outputs to the cache that stock prepared, and return it."""
+        """Add K and V of the encoder's outputs to the cache that stock ``generate`` has prepared,
+        and return it.
+        """
 
 
 class ModelFamily:
-    """Decoders whose layers attend through transformers' interface; base of the other families."""
+    """Family of decoders whose layers attend through transformers' attention interface; base of the
+    other families.
+    """
 
-    # Types of layers in configs; "mlp" and "moe" process each token alone.
+    # Values of ``layer_types`` in configs that this family supports; layers of types "mlp" and
+    # "moe" process each token alone.
     kinds: Iterable[str] = (
         *("mlp", "moe"),
         *("full_attention", "sliding_attention", "chunked_attention"),
     )
     attends_to_encoder = False
-    state_bytes = 0  # of the states of one sequence, in layers that keep one in place of K and V
+    state_bytes = 0  # bytes of one sequence's recurrent states, in layers without K and V
 
     @property
     def has_states(self) -> bool:
-        """Return whether some layers keep a state, which cannot be cut to fewer tokens."""
+        """Return whether some layers keep a recurrent state, which cannot be rolled back to fewer
+        tokens.
+        """
         return self.state_bytes > 0
 
     def claims(self, model: Any) -> bool:
-        """Return whether the model, by its config and class, may belong to this family."""
+        """Return whether the model may belong to this family, judged by its config and class."""
         is_plain = not getattr(model, "_is_stateful", False) and not attends_to_encoder(model)
         return is_plain and set(layer_types(model)) <= set(self.kinds)
 
     def probe(self, model: Any, ids: torch.Tensor) -> tuple[ModelFamily, list[AttentionLayer]]:
-        """Return the model's family and its layers that attend, seen in forwards of one token.
+        """Return the model's family and its attention layers, found by forwards of one token.
 
         Args:
+            model: a model that this family claims.
             ids: the token, [1, 1] int64.
 
         Raises:
@@ -74,36 +86,48 @@ class ModelFamily:
         position_ids: torch.Tensor,
         spans: Sequence[Span],
     ) -> AttentionHook:
-        """Return the hook of a packed forward.
+        """Return the attention hook of a packed forward.
 
         Args:
+            pool: storage of the batch's sequences.
+            batch: source of the plans that layers read.
+            backend: computes attention.
+            layers: attention layers, in the order of their K/V in the pool.
             position_ids: [1, num_tokens] int64.
-            spans: the batch's sequences; none in a forward that reads tensors only.
+            spans: the batch's sequences; empty in a forward that reads tensors only (CUDA graphs).
         """
         return PackedForward(pool, batch, backend, layers, position_ids)
 
     def new_states(self, length: int) -> SequenceStates | None:
-        """Return the states of a sequence of ``length`` tokens, all zeros; None without states."""
+        """Return recurrent states of zeros for a sequence of ``length`` tokens; None if the family
+        has none.
+        """
         return None
 
     def read_states(self, cache: Any, row: int, length: int) -> SequenceStates | None:
-        """Return the states of one row of a transformers cache after ``length`` tokens."""
+        """Return the recurrent states of one row of a transformers cache after ``length``
+        tokens.
+        """
         return None
 
     def write_states(self, cache: Any, rows: Sequence[SequenceStates | None]) -> None:
-        """Replace the states of a transformers cache by those of each row, if the family has any."""
+        """Replace the recurrent states in a transformers cache by those of each row; do nothing if
+        the family has none.
+        """
 
     def encode(
         self, model: Any, outputs: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[list[Encoded], Encoded]:
-        """Return K and V that a decoder's layers make of an encoder's outputs.
+        """Compute the K and V that a decoder's cross-attention layers make of an encoder's outputs.
 
         Args:
+            model: the decoder's model.
             outputs: [batch, length, hidden].
-            mask: [batch, length]; None: all of them are attended to.
+            mask: [batch, length], 1 = may be attended to; None: all may.
 
         Returns:
-            Those of each row, and by layer those of all rows, [batch, num_heads, length, dim].
+            K and V of each row, without masked keys; and K and V of all rows by layer, [batch,
+            num_heads, length, dim].
         """
         raise NotImplementedError
 
@@ -114,28 +138,38 @@ class ModelFamily:
         outputs: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Return arguments of a decoder's forward by the names that its encoder-decoder has."""
+        """Return the arguments of a decoder's forward that attends to an encoder's outputs: the
+        outputs are added, and the other arguments renamed as an encoder-decoder names them.
+
+        Args:
+            model: the decoder's model.
+            options: arguments as a decoder-only model names them.
+            outputs: the encoder's outputs, [batch, length, hidden].
+            mask: mask of the encoder's outputs, [batch, length]; None: all may be attended to.
+        """
         raise NotImplementedError
 
     def prepared(
         self, model: Any, inputs: Any, model_kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], EncoderOutputs | None]:
-        """Return a decoder's inputs of a call, and its encoder's outputs.
+        """Split the inputs of a call into the decoder's arguments and the encoder's outputs (None
+        for decoders without an encoder).
 
         Args:
+            model: the model.
             inputs: the encoder's main input for every prompt.
-            model_kwargs: what stock ``generate`` prepared.
+            model_kwargs: arguments that stock ``generate`` has prepared.
         """
         return model_kwargs, None
 
 
 DECODER = ModelFamily()
-FAMILIES = [DECODER]  # in the order in which models are probed; plugins set others
+FAMILIES = [DECODER]  # in the order in which they are tried; a plugin replaces the list's items
 
 
 @torch.no_grad()
 def probe_layers(model: Any) -> tuple[ModelFamily, list[AttentionLayer]]:
-    """Return the model's family and its layers that attend; see :meth:`ModelFamily.probe`.
+    """Return the model's family and its attention layers; see :meth:`ModelFamily.probe`.
 
     Raises:
         UnsupportedModelError: the model fits no family.

@@ -1,5 +1,5 @@
-"""Host memory that libraries keep: kernels cached by oneDNN, and blocks that the C library does not
-return.
+"""Limits on host memory that libraries do not give back: kernels that oneDNN caches, and freed
+blocks that the C library keeps.
 """
 
 from __future__ import annotations
@@ -9,44 +9,49 @@ import functools
 import os
 import sys
 
-KERNELS = 256  # half a megabyte each; enough for some 25 numbers of rows of a target and a draft
-# Caches of oneDNN and of torch's layer above it; each keeps 1,024 kernels unless set, and keeps the
-# other's alive.
+# Maximum number of cached oneDNN kernels, half a megabyte each: enough for about 25 different
+# numbers of rows of a target and a draft.
+KERNELS = 256
+# Environment variables that limit the kernel caches of oneDNN and of torch's layer above it. Each
+# cache keeps 1,024 kernels by default, and keeps the kernels of the other one alive.
 VARIABLES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
-# parameters of mallopt
+# Parameters of the C library's mallopt.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-# Bytes; larger blocks are returned when they are freed.
+# Bytes. Larger blocks are returned to the operating system as soon as they are freed.
 KEPT_BLOCK = 4 * 2**20 * ctypes.sizeof(ctypes.c_long)
-# If one of these is set, the allocator is left as it is.
+# If one of these environment variables is set, the allocator's settings are not changed.
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def limit_kernels() -> None:
-    """Let oneDNN keep :data:`KERNELS` kernels, unless an environment variable sets another limit.
+    """Limit oneDNN to :data:`KERNELS` cached kernels, unless environment variables set other
+    limits.
 
-    Batches differ in their numbers of rows, and each number needs kernels of its own, so that
-    memory would grow for hours. oneDNN reads the variables at its first operation in a process:
-    after that this has no effect."""
+    Each number of rows in a batch needs different kernels, so without a limit memory would grow for
+    hours. oneDNN reads the variables at its first operation in a process; a later call of this
+    function has no effect.
+    """
     for variable in VARIABLES:
         os.environ.setdefault(variable, str(KERNELS))
 
 
 def return_freed_memory() -> None:
-    """Return memory that the calling thread has freed to the operating system, if the C library is
-    GNU's.
+    """Return memory that the calling thread has freed to the operating system. Does nothing with a
+    C library other than GNU's.
 
-    That library keeps up to twice ``KEPT_BLOCK`` bytes for every thread that once needed them, and
-    every start of a batcher brings a new thread. ``malloc_trim`` returns everything but what lies
-    above a thread's last block in use."""
+    GNU's library keeps up to twice ``KEPT_BLOCK`` bytes for every thread that once needed them, and
+    every start of a batcher adds a thread. ``malloc_trim`` returns all free memory except what lies
+    above a thread's last block in use.
+    """
     library = _gnu_library()
     if library is None:
         return
     if not any(variable in os.environ for variable in ALLOCATOR_VARIABLES):
-        # Freeing a block of more than 64 KiB returns what lies above the last one, if that is
-        # beyond the threshold. Both thresholds rise to these values by themselves as blocks of up
-        # to that size are freed, until they are set.
+        # Freeing a block of more than 64 KiB returns the memory above the last block in use if it
+        # exceeds the trim threshold, so that is set to 0 for one such call. By default both
+        # thresholds rise to the values set here as large blocks are freed.
         library.mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
         library.mallopt(M_TRIM_THRESHOLD, 0)
         library.free(library.malloc(1 << 17))

@@ -1,4 +1,6 @@
-"""Tokens of requests, and those of finished ones whose K/V is kept for requests that begin alike."""
+"""Kept prefixes: tokens of finished requests whose K/V is kept for requests with the same first
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from hf_slospec.request.params import RequestParams
 
 
 class RequestTokens(Hashable, Protocol):
-    """Tokens that have K/V: those of a request, or their translation for a draft with another
+    """Token sequence that K/V is cached for: a request, or its translation for a draft with another
     tokenizer.
     """
 
@@ -23,24 +25,24 @@ class RequestTokens(Hashable, Protocol):
 
     @property
     def num_left(self) -> int:
-        """Number of tokens that may still be added, as far as that is known."""
+        """Number of tokens that may still be added, at most."""
 
     @property
     def error(self) -> BaseException | None:
-        """Error that ended the request."""
+        """Error that ended the request; None if there is none."""
 
     @property
     def params(self) -> RequestParams:
-        """Options of the request; a translation's have no prompt, whose length matters for the
-        target only.
+        """Options of the request. A translation's options have an empty prompt, as the prompt's
+        length matters for the target only.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class KeptPrefix:
-    """Tokens with their K/V."""
+    """Tokens of a finished request with their K/V."""
 
-    salt: str  # only requests with the same cache_salt may use it
+    salt: str  # only requests with this cache_salt may use the K/V
     tokens: list[int]
     sequence: CachedSequence
 
@@ -49,15 +51,15 @@ class KeptPrefix:
         return self.salt, self.tokens
 
     def begins_with(self, other: KeptPrefix) -> bool:
-        """Return whether the tokens of another prefix are the first of these, for the same salt."""
+        """Return whether this prefix starts with all tokens of ``other``, and has the same salt."""
         return (self.salt, self.tokens[: len(other.tokens)]) == other.key
 
 
 class KeptPrefixes:
-    """Kept prefixes in two orders: sorted by their tokens, and by their last use.
+    """Kept prefixes in two lists: sorted by their tokens, and sorted by their last use.
 
-    In the sorted list, the prefix that shares the most leading tokens with a request is next to
-    where the request's tokens would be inserted.
+    In the list sorted by tokens, the prefix that shares the most leading tokens with a request is
+    next to the place at which the request's tokens would be inserted.
     """
 
     def __init__(self) -> None:
@@ -69,12 +71,12 @@ class KeptPrefixes:
         return len(self._sorted)
 
     def by_age(self) -> list[KeptPrefix]:
-        """Return the prefixes, the least recently used first."""
+        """Return the prefixes sorted by last use, the least recently used first."""
         return list(self._by_age)
 
     def evict(self, num_tokens: float, max_prefixes: int) -> Iterator[KeptPrefix]:
-        """Yield the least recently used prefixes, until there are at most ``max_prefixes`` with at
-        most ``num_tokens`` tokens; each is removed.
+        """Remove and yield the least recently used prefixes, until at most ``max_prefixes``
+        prefixes with at most ``num_tokens`` tokens in total are left.
         """
         for prefix in self.by_age():
             if self.num_tokens <= num_tokens and len(self) <= max_prefixes:
@@ -83,8 +85,8 @@ class KeptPrefixes:
             yield prefix
 
     def add(self, prefix: KeptPrefix) -> list[KeptPrefix]:
-        """Keep a prefix, and return those that are not kept any longer, as a longer one begins with
-        their tokens.
+        """Keep a prefix, and return the prefixes that are no longer needed because a longer kept
+        prefix starts with their tokens. The result may be the new prefix itself.
         """
         at = self._place(prefix.key)
         longer = self._sorted[at : at + 1]
@@ -109,11 +111,13 @@ class KeptPrefixes:
         self.num_tokens -= len(prefix.tokens)
 
     def touch(self, prefix: KeptPrefix) -> None:
-        """Make a prefix the most recently used one."""
+        """Mark a prefix as the most recently used one."""
         self._by_age.move_to_end(prefix)
 
     def longest(self, tokens: Sequence[int], salt: str) -> tuple[KeptPrefix | None, int]:
-        """Return the prefix that shares the most leading tokens with these, and how many."""
+        """Return the prefix that shares the most leading tokens with ``tokens``, and the number of
+        shared tokens; (None, 0) if no prefix has this salt.
+        """
         at = self._place((salt, tokens))
         near = [prefix for prefix in self._sorted[max(at - 1, 0) : at + 1] if prefix.salt == salt]
         lengths = [num_common(prefix.tokens, tokens) for prefix in near]
@@ -121,9 +125,9 @@ class KeptPrefixes:
 
 
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many leading tokens two sequences share."""
+    """Return the number of leading tokens that two sequences share."""
     if not a or not b or a[0] != b[0]:
-        return 0  # the common case
+        return 0  # a shortcut, as this is the most common case
     return bisect_left(
         range(min(len(a), len(b))), True, key=lambda index: a[: index + 1] != b[: index + 1]
     )

@@ -1,4 +1,6 @@
-"""Storage of K and V that the sequences of one model share."""
+"""Storage of K and V for all sequences of one model. Which nodes' K/V is kept or dropped after a
+step is decided in target.py and batch.py.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,27 @@ if TYPE_CHECKING:
 
 
 class KVPool:
-    """Slots of K and V for all layers; a slot holds one token.
+    """Tensors with slots for K and V of all layers; a slot holds one token.
 
-    K or V of the same shape share one tensor over all layers, so that moving tokens costs one copy
+    Layers whose K or V have the same shape share one tensor, so that moving tokens costs one copy
     per shape, not per layer. Sequences are referenced weakly: the slots of a sequence that was
-    garbage collected are free."""
+    garbage collected are free.
+    """
 
     def __init__(self, layout: Sequence[LayerShape], num_slots: int, num_padding_slots: int = 0):
-        """Allocate ``num_slots`` slots for sequences, followed by ``num_padding_slots`` that
-        padding writes to.
+        """Allocate the slots.
+
+        Args:
+            layout: shapes of K and V, by layer.
+            num_slots: slots for sequences.
+            num_padding_slots: slots behind them, which padding tokens of CUDA graphs write to.
         """
         self.num_slots = num_slots
         self.num_padding_slots = num_padding_slots
         kinds = [stored for shape in layout for stored in shape.stored]
         num_rows = num_slots + num_padding_slots
-        # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 *
-        # NaN is NaN.
+        # Zeros rather than uninitialised memory: the 4d_mask reference multiplies masked slots by a
+        # weight of 0, and 0 * NaN is NaN.
         with torch.inference_mode(False):  # the pool may outlive the caller's inference mode
             self._stacks = {
                 kind: lazy_zeros(
@@ -57,13 +64,12 @@ class KVPool:
         self.index_keys = [layer[2] if len(layer) > 2 else None for layer in self.layers]
         self.sequences = WeakSet[CachedSequence]()
         devices = {stack.device for stack in self._stacks.values() if stack.device.type == "cuda"}
-        self._streams = {
-            device: torch.cuda.current_stream(device) for device in devices
-        }  # last users of the pool
+        # CUDA streams that used the pool last, by device.
+        self._streams = {device: torch.cuda.current_stream(device) for device in devices}
 
     @property
     def num_free(self) -> int:
-        """Slots that no sequence holds."""
+        """Number of slots that no sequence holds."""
         return self.num_slots - sum(sequence.capacity for sequence in self.sequences)
 
     @property
@@ -72,7 +78,7 @@ class KVPool:
         return sum(stack.nbytes for stack in self._stacks.values())
 
     def follow_streams(self) -> None:
-        """Let the current CUDA streams wait for the streams that used the pool last, if these
+        """Make the current CUDA streams wait for the streams that used the pool last, if they
         differ.
         """
         for device, last in self._streams.items():
@@ -84,13 +90,14 @@ class KVPool:
                 self._streams[device] = current
 
     def place(self, sequence: CachedSequence, capacity: int) -> None:
-        """Give a sequence, known or new, a range of ``capacity`` slots.
+        """Give a sequence, which may be new to the pool, a range of ``capacity`` slots.
 
-        It grows in its place, or else moves to a gap; if no gap is large enough, all sequences
-        move together.
+        The sequence grows where it is if the slots behind it are free, or else moves to a large
+        enough gap between other sequences. If there is no such gap, all sequences are moved
+        together.
 
         Raises:
-            MemoryError: not so many slots are free; nothing has changed.
+            MemoryError: fewer slots are free; nothing has changed.
             torch.OutOfMemoryError: there was no memory for a copy; all sequences keep their K/V.
         """
         if (more := capacity - sequence.capacity) > self.num_free:
@@ -122,7 +129,7 @@ class KVPool:
         self.sequences.add(sequence)
 
     def release(self, sequence: CachedSequence) -> None:
-        """Free a sequence's slots; KeyError if it has none here."""
+        """Free a sequence's slots. Raises KeyError if it has none in this pool."""
         self.sequences.remove(sequence)
         sequence.start = sequence.capacity = sequence.length = sequence.staged_end = 0
         sequence.position_offset = 0
@@ -134,7 +141,9 @@ class KVPool:
             sequence.start = start
 
     def _copy_slots(self, source: KVPool, begin: int, start: int, number: int) -> None:
-        """Copy slots from ``begin`` on of a pool of the same layers to those from ``start`` on."""
+        """Copy ``number`` slots from another pool with the same layers: from its slot ``begin`` on
+        to this pool's slots from ``start`` on.
+        """
         cached = [stack[:, begin : begin + number] for stack in source._stacks.values()]
         if source is self and abs(begin - start) < number:
             cached = [slots.clone() for slots in cached]
@@ -142,11 +151,11 @@ class KVPool:
             stack[:, start : start + number] = slots
 
     def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
-        """Give one sequence the K/V of the first ``length`` tokens of another.
+        """Copy the K/V of the first ``length`` tokens of one sequence to another.
 
         Raises:
-            torch.OutOfMemoryError: there was no memory for its states; both sequences are
-            unchanged.
+            torch.OutOfMemoryError: there was no memory for the states; both sequences are
+                unchanged.
         """
         states = None
         if source.states is not None:
@@ -158,8 +167,11 @@ class KVPool:
         destination.states = states
 
     def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
-        """Move the sequences of another pool of the same layers, and new ones, to this empty pool,
-        with these capacities.
+        """Move all sequences of another pool with the same layers to this empty pool.
+
+        Args:
+            other: the pool that holds the sequences' K/V.
+            capacities: number of slots for each sequence; may include new sequences.
         """
         starts = list(itertools.accumulate(capacities.values(), initial=0))
         for sequence, start in zip(capacities, starts, strict=False):
@@ -170,7 +182,9 @@ class KVPool:
         self.sequences.update(capacities)
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Copy the K/V of whole slots, all layers at once; reads all of them before it writes."""
+        """Copy K/V of all layers between slots. All ``source`` slots are read before the first is
+        written.
+        """
         if not source:
             return
         for stack in self._stacks.values():
@@ -181,7 +195,9 @@ class KVPool:
             stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))
 
     def check(self) -> None:
-        """Raise AssertionError if sequences share slots or exceed their capacities or the pool."""
+        """Raise AssertionError if two sequences share slots, or one exceeds its capacity or the
+        pool.
+        """
         held = sorted(
             (sequence.start, sequence.capacity, sequence.length) for sequence in self.sequences
         )
@@ -193,21 +209,27 @@ class KVPool:
 
 
 class KVCache:
-    """K/V of all sequences of one model, in one pool that grows with them.
+    """K/V of all sequences of one model, in one pool that is enlarged as needed.
 
     All generate calls, the batcher, the trial and measurements of a model share it
-    (:attr:`PackedModel.kv_cache`) while any of them refers to it. The slots of a sequence that was
-    garbage collected are free. Callers must hold the model's lock. Between two steps of one user,
-    another may move its sequences, so their slots must be read in every step."""
+    (:attr:`PackedModel.kv_cache`) as long as one of them refers to it. Callers must hold the
+    model's lock. Between two steps of one caller another may move its sequences, so slots must be
+    read anew in every step.
+    """
 
     def __init__(self, new_pool: Callable[[int], KVPool], pool: KVPool):
-        """Start with ``pool``; ``new_pool`` makes larger ones, given a number of slots."""
+        """Start with a pool.
+
+        Args:
+            new_pool: returns a new pool with the given number of slots.
+            pool: the first pool.
+        """
         self._new_pool = new_pool
         self._pool = pool
 
     @property
     def pool(self) -> KVPool:
-        """The storage, for use on the current CUDA streams."""
+        """The pool, for use on the current CUDA streams."""
         self._pool.follow_streams()
         return self._pool
 
@@ -218,7 +240,7 @@ class KVCache:
 
     @property
     def num_held(self) -> int:
-        """Slots that sequences hold."""
+        """Number of slots that sequences hold."""
         return self._pool.num_slots - self._pool.num_free
 
     @uninterrupted()
@@ -226,8 +248,8 @@ class KVCache:
     def reserve(
         self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None
     ) -> None:
-        """Give sequences, including new ones, at least these capacities; K/V of all sequences may
-        move.
+        """Give sequences, which may be new, at least these capacities; this may move K/V of all
+        sequences.
 
         The pool is enlarged if too few slots are free: to twice its size, but not beyond
         ``max_slots`` unless that is less than what the sequences need.
@@ -242,7 +264,7 @@ class KVCache:
         pool = self.pool
         held = {sequence: sequence.capacity for sequence in pool.sequences}
         if (needed := sum((held | larger).values())) > pool.num_slots:
-            if pool.num_slots and not held:  # free its memory before the new one is allocated
+            if pool.num_slots and not held:  # free the empty pool before allocating a larger one
                 pool = self._pool = self._new_pool(0)
             doubled = 2 * pool.num_slots
             grown = self._new_pool(
@@ -264,13 +286,15 @@ class KVCache:
         self._pool.release(sequence)
 
     def trim(self) -> None:
-        """Free the storage if no sequence is left."""
+        """Free the pool's memory if no sequence is left."""
         if not self._pool.sequences:
             self._pool = self._new_pool(0)
 
     @contextlib.contextmanager
     def temporary(self, capacities: Sequence[int]) -> Iterator[list[CachedSequence]]:
-        """Yield new sequences of these capacities, and release them at the end."""
+        """Context manager that yields new sequences with these capacities and releases them at its
+        end.
+        """
         sequences = [CachedSequence() for _ in capacities]
         self.reserve(dict(zip(sequences, capacities, strict=True)))
         try:
@@ -282,11 +306,14 @@ class KVCache:
     def write(
         self, sequence: CachedSequence, layers: Iterable[Sequence[torch.Tensor]], end: int
     ) -> None:
-        """Write to the slots of a sequence before the ``end``-th.
+        """Write K and V of tokens that another forward has computed to a sequence's slots.
 
         Args:
-            layers: K, V and index keys of each layer, [num_heads, num_given, dim]: of all the
-                tokens, or of the last ones if a sliding window has dropped the tokens before them.
+            sequence: the sequence to write to.
+            layers: K, V and index keys (if the layer has an indexer) of each layer, [num_heads,
+                num_given, dim]: for all ``end`` tokens, or only for the last ones if a sliding
+                window has dropped the tokens before them.
+            end: number of the sequence's first tokens, of which the given ones are the last.
         """
         end += sequence.start
         for layer, tensors in zip(self.pool.layers, layers, strict=True):
@@ -295,14 +322,17 @@ class KVCache:
 
 
 class SharedCache:
-    """Holder of a model's cache, which is freed with the last reference to it."""
+    """Weak reference to a model's K/V cache: the cache is created on first use and freed with the
+    last reference to it.
+    """
 
     def __init__(self, layout: Sequence[LayerShape], paths: Sequence[ForwardPath]):
         """Begin without a cache.
 
         Args:
             layout: shapes of the layers' K and V.
-            paths: forward paths that use the pools.
+            paths: forward paths of the model; they say how many padding slots they need, and how
+                large a pool they keep without users.
         """
         self._layout = layout
         self._paths = paths
@@ -310,13 +340,15 @@ class SharedCache:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Begin with an empty cache: the threads that use it stayed with the parent."""
+        """Forget the cache: the threads that use it exist in the parent process only."""
         self._lock = Lock()
-        self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
-        self._idle_pool: KVPool | None = None  # kept for a path while it has no user
+        # Returns the cache, or None if there is none; later a weak reference.
+        self._shared: Callable[[], KVCache | None] = lambda: None
+        # Pool kept while no caller uses it, since a path's CUDA graphs refer to its memory.
+        self._idle_pool: KVPool | None = None
 
     def get(self) -> KVCache:
-        """Return the cache, a new one if there is none."""
+        """Return the cache; create it if no caller refers to one."""
         with self._lock:
             cache = self._shared()
             if cache is None:
@@ -326,19 +358,22 @@ class SharedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the storage, in use or kept."""
+        """Bytes of the pool, whether it is in use or kept idle."""
         storage = self._shared() or self._idle_pool
         return 0 if storage is None else storage.num_bytes
 
     def _new_pool(self, num_slots: int) -> KVPool:
-        self._idle_pool = None  # replaced by the new pool, and freed with its graphs
+        self._idle_pool = None  # freed with the CUDA graphs that refer to it
         num_padding_slots = max(path.num_padding_slots for path in self._paths)
         return KVPool(self._layout, num_slots, num_padding_slots if num_slots else 0)
 
     def keep_if_used(self, cache: KVCache) -> None:
-        """Keep the pool of a cache that may become idle, if it is small and a path uses it.
+        """Keep the pool of a cache that a caller has stopped using, if a path's CUDA graphs need it
+        and it is small.
 
-        A pool that no path uses is freed at once, as others may refer to the cache for long."""
+        If no path needs the pool, it is freed now, as other objects may refer to the cache for
+        long.
+        """
         max_bytes = max(path.max_idle_bytes(cache.pool) for path in self._paths)
         if not max_bytes:
             cache.trim()
@@ -346,5 +381,5 @@ class SharedCache:
         holders_of_idle_memory.add(self)
 
     def free_idle_memory(self) -> None:
-        """Free the pool that was kept, unless it is in use."""
+        """Free the pool that is kept idle. A pool in use is not affected."""
         self._idle_pool = None

@@ -1,11 +1,13 @@
 """Rotary embeddings whose frequencies depend on the sequence's length (``longrope``, ``dynamic``),
-per token.
+applied per token.
 
 transformers computes such frequencies in every forward, from its largest position, and does not
-rotate the K of earlier forwards again. A packed forward holds tokens of several sequences, and of
-several forwards of stock decoding, so here each token gets the frequencies of stock decoding: a
-token of the prompt those of the whole prompt, a later one those of the sequence up to itself; in a
-batch, those of its longest row."""
+rotate the K of earlier forwards again. A packed forward contains tokens of several sequences, and
+tokens that stock decoding would process in several forwards. So each token gets the frequencies
+that stock decoding would use for it: a prompt token is rotated for the length of the whole prompt,
+a later token for the length of the sequence up to itself. In a padded batch, the length of the
+longest row counts.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from hf_slospec.model.batch import NewTokens
 from hf_slospec.model.overrides import overriding
 from hf_slospec.model.transfer import to_device
 
-KINDS = ("longrope", "dynamic")
+KINDS = ("longrope", "dynamic")  # values of rope_type with such frequencies
 
 
 def varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield the type and the original maximum length of each RoPE in a text config whose
-    frequencies depend on the length.
+    """Yield rope_type and original maximum length of each RoPE in a text config whose frequencies
+    depend on the sequence's length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (
@@ -41,10 +43,16 @@ def varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
 
 
 class LengthRope:
-    """The rotary embeddings of a model that depend on the sequence's length; a model may have none."""
+    """The rotary embedding modules of a model whose frequencies depend on the sequence's length;
+    there may be none.
+    """
 
     def __init__(self, model: torch.nn.Module):
-        """Find the modules by their types of RoPE."""
+        """Find the modules by their rope_type.
+
+        ``max_plain`` is the length up to which the frequencies are constant; None without such
+        modules.
+        """
         config: Any = model.config
         self.max_plain = min(
             (length for _, length in varying_ropes(config.get_text_config())), default=None
@@ -54,21 +62,25 @@ class LengthRope:
         ]
 
     def lengths(self, parts: Sequence[NewTokens]) -> torch.Tensor | None:
-        """Return the sequence length that decides each token's frequencies; None if all use the
-        plain ones.
+        """Return the sequence length that decides each new token's frequencies.
 
         Returns:
-            [num_tokens] int64, on the host.
+            [num_tokens] int64, on the host; None if all tokens use the frequencies of short
+                sequences.
         """
         if self.max_plain is None:
             return None
         lengths = torch.cat([_lengths(part).cpu() for part in parts])
-        # At max_plain itself, a module still uses the frequencies of a longer sequence before.
+        # Exactly at max_plain, a module keeps the frequencies of a longer sequence before it, so
+        # this length is handled here, too.
         return lengths if int(lengths.max()) >= self.max_plain else None
 
     def following(self, lengths: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Rotate tokens by the frequencies of these lengths in forwards inside this context, in
-        this thread only.
+        """Return a context in which forwards rotate each token by the frequencies for its length,
+        in this thread only.
+
+        Args:
+            lengths: see :meth:`lengths`; None: forwards are not changed.
         """
         if lengths is None:
             return nullcontext()
@@ -92,8 +104,8 @@ def _varies(kind: Any) -> bool:
 
 
 def _fresh(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy that shares the config and all else but tensors, as forwards replace the
-    frequencies in it.
+    """Copy a module, as its forward replaces the frequencies in it. The copy shares everything but
+    tensors.
     """
     attributes = {name: value for name, value in vars(module).items() if name != "_buffers"}
     shared = {id(value): value for value in attributes.values() if type(value) is not torch.Tensor}
@@ -111,11 +123,14 @@ def _rotated(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return the module's output; each group of tokens is rotated as in a forward over its length.
+    """Override of a rotary module's forward: each group of tokens is rotated as in a forward over
+    its length.
 
     Args:
-        groups: lengths, and the tokens [num_tokens_of_group] int64 whose frequencies they decide.
-        x: hidden states, of which the module reads dtype and device.
+        module: a fresh copy of the rotary module.
+        groups: sequence lengths, and indices of the tokens that use the frequencies for each,
+            [num_tokens_of_group] int64.
+        x: hidden states; the module reads only their dtype and device.
         position_ids: [1, num_tokens] int64.
     """
     outputs = []

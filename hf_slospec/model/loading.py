@@ -1,4 +1,6 @@
-"""Checks of a model's name before transformers loads it, and messages for the errors of loading."""
+"""Loading of models: checks of a model's name before transformers loads it, checks of the loaded
+model, and messages for loading errors.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,22 @@ from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedMo
 from hf_slospec.extras import need
 from hf_slospec.forks import Lock
 
-TIMEOUT_S = 5.0  # huggingface_hub tries an unreachable Hub for most of a minute, for every file
+# Seconds to wait for the Hub. huggingface_hub itself would try an unreachable Hub for most of a
+# minute, for every file.
+TIMEOUT_S = 5.0
 
 
 def hub_options(name: str | os.PathLike[str], cache_dir: Any = None) -> dict[str, Any]:
-    """Return options of ``from_pretrained`` for a model's name: local files only if the Hub cannot
-    be reached.
+    """Return options of ``from_pretrained`` for loading a model: ``local_files_only`` if the Hub
+    cannot be reached.
+
+    Args:
+        name: a folder, or a repository of the Hub.
+        cache_dir: as in ``from_pretrained``.
 
     Raises:
-        InvalidInputError: there is no such folder, or the Hub cannot be reached and the model was
-            not downloaded.
+        InvalidInputError: there is no such folder, or the Hub cannot be reached and the model is
+            not in the local cache.
     """
     name = os.fspath(name)
     if os.path.isdir(name):
@@ -65,12 +73,15 @@ def hub_options(name: str | os.PathLike[str], cache_dir: Any = None) -> dict[str
 
 
 def located(name: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder or repository of a model, or of its GGUF file, and options of
-    ``from_pretrained``.
+    """Return what to pass to ``from_pretrained`` for a model that may be a GGUF file: a folder or
+    repository, and options.
+
+    Args:
+        name: a folder, a GGUF file, or a repository of the Hub.
 
     Raises:
         MissingExtraError: the model is a GGUF file, and the package that reads it is not installed.
-        InvalidInputError: as :func:`hub_options`.
+        InvalidInputError: see :func:`hub_options`.
     """
     if not (name.endswith(".gguf") and os.path.isfile(name)):
         return name, hub_options(name)
@@ -86,17 +97,17 @@ def _unreachable() -> str | None:
             urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT_S
         ):
             return None
-    except urllib.error.HTTPError:  # an answer
+    except urllib.error.HTTPError:  # the Hub has answered, if with an error
         return None
     except OSError as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):  # huggingface_hub may have other certificates
+        if isinstance(reason, ssl.SSLError):  # huggingface_hub may trust other certificates
             return None
         return f"{constants.ENDPOINT} cannot be reached: {reason}"
 
 
 def loading_hint(error: Exception, allows_pickle: bool = True) -> str:
-    """Return the message for an error of ``from_pretrained``, with the remedy that applies here.
+    """Return a message for an error of ``from_pretrained`` that says how to solve it here.
 
     Args:
         error: raised by transformers or huggingface_hub.
@@ -113,26 +124,26 @@ def loading_hint(error: Exception, allows_pickle: bool = True) -> str:
     return message
 
 
-MAX_NAMES = 4  # names of tensors in an error
+MAX_NAMES = 4  # maximum number of tensor names in an error message
 _patching = Lock()
 
 
 def load_model(
     auto: Any, source: str, allow_missing: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """Load a model by ``auto.from_pretrained``, and check that it is complete; no weight requires a
-    gradient.
+    """Load a model by ``auto.from_pretrained``, check that no weight is missing, left over or not
+    finite, and switch off gradients.
 
     Args:
         auto: a model class or auto class of transformers.
         source: a folder or a Hub repository.
-        allow_missing: accept tensors that the files lack, which stay random, and those that the
-            model leaves out.
-        options: those of ``from_pretrained``.
+        allow_missing: accept a checkpoint that lacks tensors of the model, which stay random, or
+            has further ones, which are ignored.
+        options: options of ``from_pretrained``.
 
     Raises:
-        UnsupportedModelError: tensors are missing or left over, other than tied ones and those that
-            the class declares ignorable, or weights are not finite; the message names them.
+        UnsupportedModelError: tensors are missing or left over, other than tied tensors and tensors
+            that the class declares ignorable, or weights are not finite; the message names them.
     """
     with assistants_can_be_built():
         model, info = auto.from_pretrained(source, output_loading_info=True, **options)
@@ -154,7 +165,14 @@ def load_model(
 def refuse_unfinished(
     source: str, kind: str, missing: Iterable[str], unexpected: Iterable[str]
 ) -> None:
-    """Raise UnsupportedModelError if tensors of a checkpoint are missing or left over."""
+    """Raise UnsupportedModelError if tensors of a checkpoint are missing or left over.
+
+    Args:
+        source: folder or repository of the checkpoint.
+        kind: name of the model class.
+        missing: names of tensors that the checkpoint lacks.
+        unexpected: names of tensors that the model does not have.
+    """
     parts = (
         ("it lacks", "which would be random", missing),
         ("it has", "which this class leaves out", unexpected),
@@ -168,7 +186,9 @@ def refuse_unfinished(
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of the tensors that hold NaN or infinite values; 8-bit ones are not checked."""
+    """Return the names of the tensors that hold NaN or infinite values. Tensors of integers and of
+    8-bit floats are not checked.
+    """
     return [name for name, tensor in named if not _is_finite(tensor.detach())]
 
 
@@ -177,12 +197,12 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not local.is_floating_point() or local.dtype.itemsize < 2 or local.device.type == "meta":
         return True
-    # A sum needs no second tensor.
+    # A finite sum proves that all values are finite, without a second tensor of the same size.
     return bool(local.sum(dtype=torch.float32).isfinite() or local.isfinite().all())
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Join the first names by commas, and add how many more there are."""
     ordered = sorted(names)
     more = len(ordered) - MAX_NAMES
     return ", ".join(ordered[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
@@ -190,10 +210,11 @@ def listed(names: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def assistants_can_be_built() -> Iterator[None]:
-    """Let transformers 5.23 build Gemma 4 assistants inside this context.
+    """Context manager in which transformers 5.23 can build Gemma 4 assistants.
 
-    It refuses a config whose layers all take K/V from elsewhere, as those of assistants take them
-    from the target."""
+    transformers refuses a config in which all layers take K/V from other layers. An assistant's
+    layers do, as they take K/V from the target.
+    """
     with _patching, contextlib.ExitStack() as patches:
         for config in (Gemma4TextConfig, Gemma4UnifiedTextConfig):
             patches.enter_context(
@@ -214,11 +235,15 @@ def _sharing_modes(kind: type[PreTrainedConfig]) -> property:
 
 
 def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
-    """Return the model, or the model inside a PEFT model.
+    """Check that an argument is a causal LM, and return it without its PEFT wrapper.
+
+    Args:
+        name: name of the argument, for messages.
+        model: the argument.
 
     Raises:
-        InvalidTypeError: the argument is no loaded transformers causal LM.
-        UnsupportedModelError: its adapter cannot be speculated.
+        InvalidTypeError: the argument is no loaded causal LM of transformers.
+        UnsupportedModelError: the model has a PEFT adapter that cannot be speculated.
     """
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         if any(
@@ -243,7 +268,7 @@ def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
 
 
 def check_tokenizer(tokenizer: Any, name: str = "tokenizer") -> None:
-    """Raise InvalidTypeError unless the argument is None, or an object that encodes and decodes."""
+    """Raise InvalidTypeError unless ``tokenizer`` is None or an object that encodes and decodes."""
     if tokenizer is not None and not (
         callable(tokenizer) and callable(getattr(tokenizer, "decode", None))
     ):
@@ -251,8 +276,8 @@ def check_tokenizer(tokenizer: Any, name: str = "tokenizer") -> None:
 
 
 def check_vocabulary_of(name: str, tokenizer: Any) -> None:
-    """Raise InvalidTypeError unless the argument is a tokenizer of transformers, whose tokens can
-    be translated.
+    """Raise InvalidTypeError unless ``tokenizer`` is a tokenizer of transformers, whose vocabulary
+    can be translated to another tokenizer's.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise _no_tokenizer(name, tokenizer)

@@ -1,5 +1,5 @@
-"""Description of this machine, which identifies measurements on disk, and the directory that holds
-them.
+"""This machine: its description, which identifies measurements stored on disk, the directory for
+them, and the numbers of cores and threads.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from huggingface_hub import cached_assets_path
 
 logger = logging.getLogger(__name__)
 
-FLAGS = {  # flags of x86 CPUs; one of each group is enough
+# dtype -> flags of x86 CPUs, any of which means that there are instructions for the dtype.
+FLAGS = {
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "avx_ne_convert"},
     torch.float16: {"avx512_fp16", "amx_fp16", "avx_ne_convert"},
 }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return the properties of hardware and software that decide how fast a model computes."""
+    """Return the properties of hardware and software that determine how fast a model computes."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "device": cuda
@@ -48,9 +49,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def native_dtypes() -> dict[torch.dtype, bool]:
-    """Return for each dtype of weights whether the CPU has instructions for it that oneDNN uses.
+    """Return, for each dtype of weights, whether the CPU has instructions for it that oneDNN uses.
 
-    oneDNN accepts bf16 on every CPU with AVX-512, and emulates it where there are no instructions.
+    oneDNN accepts bf16 on every CPU with AVX-512, and emulates it on those without bf16
+    instructions.
     """
     flags = set(cpu_info("flags").split())
     accepts = {torch.float32: True, torch.bfloat16: False, torch.float16: False}
@@ -65,10 +67,10 @@ def native_dtypes() -> dict[torch.dtype, bool]:
 
 @functools.cache
 def log_idle_gpu() -> None:
-    """Log one warning per process if there is a CUDA device; to be called where a model is on the
-    CPU.
+    """Log one warning per process if there is a CUDA device. To be called if a model is on
+    the CPU.
     """
-    with warnings.catch_warnings(action="ignore"):  # torch warns about drivers that it cannot use
+    with warnings.catch_warnings(action="ignore"):  # torch warns of drivers that it cannot use
         is_idle = torch.cuda.is_available()
     if is_idle:
         logger.warning(
@@ -84,10 +86,15 @@ def digest(value: Any) -> str:
 
 
 def kept_file(kind: str, folder: str, of: Any) -> Path:
-    """Return the path of a stored measurement; its folder is created in the user's cache directory.
+    """Return the path of a stored measurement in the user's cache directory, and create its folder.
+
+    Args:
+        kind: name of the folder for this kind of measurement.
+        folder: name of the subfolder.
+        of: JSON value that identifies what was measured; its hash is the file's name.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError: the directory cannot be written to.
     """
     return (
         Path(cached_assets_path("hf_slospec", namespace=kind, subfolder=folder))
@@ -96,7 +103,7 @@ def kept_file(kind: str, folder: str, of: Any) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that other processes may be reading."""
+    """Write a file in one atomic operation, as other processes may be reading it."""
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -104,8 +111,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 @functools.cache
 def cpu_info(name: str) -> str:
-    """Return a property of the first CPU from Linux's /proc/cpuinfo ("model name", "flags"), or ""
-    elsewhere.
+    """Return a property of the first CPU in Linux's /proc/cpuinfo, such as "model name" or "flags";
+    "" if there is none.
     """
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -115,22 +122,22 @@ def cpu_info(name: str) -> str:
     return ""
 
 
-# Files of control groups, version 2 and 1.
+# Files of a Linux control group with its CPU quota, for version 2 and 1.
 QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
-WAITING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # variables that say how threads wait for each other
-CONTENDED = (
-    4.0  # factor by which forwards must take longer than alone to be blamed on other processes
-)
-SOFT = 1  # omp_pause_soft: releases nothing but the threads
+# Environment variables that say how OpenMP threads wait for each other.
+WAITING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+# If forwards take longer than measured by more than this factor, other processes are blamed.
+CONTENDED = 4.0
+SOFT = 1  # OpenMP's omp_pause_soft: releases the threads only
 
 
 def release_openmp_threads() -> None:
-    """Release the calling thread's OpenMP team; the thread gets a new one when it next computes.
+    """Release the calling thread's OpenMP team; the thread gets a new team when it next computes.
 
-    Every thread that computes keeps a team of its own. Once the teams of a process have more
-    threads than the machine has cores, idle ones included, GNU's runtime hardly spins between
-    parallel regions, and every forward becomes slower: on two cores 1.2 times with large layers,
-    1.7 times with small ones.
+    Every thread that computes keeps a separate team of OpenMP threads. Once the teams of a process
+    have more threads than the machine has cores, idle ones included, GNU's runtime hardly spins
+    between parallel regions, and every forward becomes slower: on two cores 1.2 times with large
+    layers, 1.7 times with small ones.
     """
     if (pause := _pause()) is not None:
         pause(SOFT)  # returns nonzero inside a parallel region, where it has no effect
@@ -138,8 +145,8 @@ def release_openmp_threads() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """Return OpenMP 5's ``omp_pause_resource_all`` if torch uses GNU's runtime, whose symbols it
-    loads globally.
+    """Return OpenMP 5's ``omp_pause_resource_all``; None unless torch uses GNU's runtime, whose
+    symbols are visible in the process.
     """
     runtime = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(runtime, "GOMP_parallel"):
@@ -150,11 +157,11 @@ def _pause() -> Callable[[int], int] | None:
 
 @contextlib.contextmanager
 def leaving_a_core() -> Iterator[None]:
-    """Use one thread fewer inside this context if torch's threads occupy all cores.
+    """Context manager in which torch uses one thread fewer, if its threads occupy all cores.
 
-    A thread that shares its core with another process keeps the others of its team waiting in every
-    operation: beside a compiler, a step with two threads on two cores took twenty times as long as
-    alone.
+    A thread that shares its core with another process makes the other threads of its team wait in
+    every operation: next to a compiler, a step with two threads on two cores took twenty times as
+    long as alone.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or num_threads < available_cores():
@@ -168,8 +175,11 @@ def leaving_a_core() -> Iterator[None]:
 
 
 def available_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores this process may use: its affinity, which torch knows, and a
+    """Return the number of cores that this process may use, limited by its CPU affinity and a
     container's quota.
+
+    Args:
+        groups: folder of the control groups.
     """
     num_cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -187,8 +197,8 @@ def available_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
 
 @functools.cache
 def warn_if_oversubscribed() -> None:
-    """Log one warning per process if torch uses more threads than cores, which slows every
-    operation.
+    """Log one warning per process if torch uses more threads than there are cores, which slows
+    every operation.
     """
     if (num_threads := torch.get_num_threads()) > (num_cores := available_cores()):
         logger.warning(
@@ -209,8 +219,11 @@ def _warn_of_contention() -> None:
 
 
 def warn_if_contended(slower: float) -> None:
-    """Log one warning per process if forwards take ``slower`` times as long as alone, and threads
-    spin by default.
+    """Log one warning per process if other processes seem to slow forwards down because OpenMP
+    threads spin.
+
+    Args:
+        slower: factor by which forwards take longer than when they were measured.
     """
     waits = (
         torch.get_num_threads() > 1

@@ -1,4 +1,6 @@
-"""Measurement of the seconds of packed forwards, by size."""
+"""Measurement of how many seconds packed forwards take, by number of tokens, requests and cached
+tokens; the results are saved as profiles.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ from hf_slospec.model.properties import config_values
 from hf_slospec.model.transfer import apart_from_captures, synchronize
 from hf_slospec.model.tree_mask import chain
 
-KEYS = 128  # cached tokens per measured sequence, by default
+KEYS = 128  # cached tokens per measured sequence, unless the size says otherwise
 
 
 @dataclass(frozen=True, order=True)
 class Size:
-    """Size of a forward: tokens over requests, each of which attends to its own cached tokens."""
+    """Size of a forward: new tokens, requests that they are divided among, and cached tokens that
+    each request attends to.
+    """
 
     num_tokens: int
     num_requests: int = 1
@@ -39,46 +43,53 @@ class Size:
 
     @property
     def amounts(self) -> tuple[int, int, int]:
-        """Arguments of a :class:`ForwardCost`."""
+        """The size as arguments of :class:`ForwardCost`."""
         return self.num_tokens, self.num_requests, self.num_keys
 
 
-# Measured sizes, most important first; the first two are always measured, as a curve needs a slope.
-# Large ones are skipped if half as many tokens cost WORTHWHILE times one token. Large sizes have
-# several requests, as steps do: long chains of one request, which are chunks of prompts, are not
-# captured in CUDA graphs. Kernels work on blocks of rows, so the sizes after 16 and 32 can cost
-# much more than interpolation would say (a quarter more on a CPU).
+# Measured sizes of the cost curve, most important first. The first two are always measured, as a
+# curve needs a slope. A large size is skipped if half as many tokens take at least WORTHWHILE times
+# as long as one token. Large sizes have several requests, as steps do: a long chain of one request
+# is a prefill chunk, which is not captured in CUDA graphs. Kernels process blocks of rows, so the
+# sizes after 16 and 32 can take much longer than interpolation would say (a quarter on a CPU).
 CURVE = tuple(
     Size(tokens, -(-tokens // MAX_DENSE))
     for tokens in (1, 4, 16, 64, 6, 32, 18, 8, 2, 36, 128, 256, 512)
 )
-NEEDED = CURVE[:2]
-# More requests or more keys than the curve's 16 tokens have.
+NEEDED = CURVE[:2]  # sizes that are always measured
+# Sizes with more requests, or more cached tokens, than the curve's size of 16 tokens: they give the
+# cost per request and per cached token.
 SLOPES = (Size(16, 4), Size(16, 1, 1024))
-HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))  # to evaluate the fit
-WORTHWHILE = 4.0
-MAX_PER_REQUEST = 0.1  # seconds per further request, as a share of those of 16 tokens
-# Share of a forward's seconds that is always due to its tokens, as a pause may inflate the other
-# terms
+# Sizes that the fit does not use, to evaluate its errors.
+HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))
+WORTHWHILE = 4.0  # factor on the seconds of one token, see CURVE
+# Upper bound of the cost of one more request, as a share of the seconds of 16 tokens.
+MAX_PER_REQUEST = 0.1
+# Lower bound of the share of a forward's seconds that is attributed to its tokens, as a pause
+# during measuring may inflate the costs per request and per cached token.
 LEAST = 0.1
-REPEATS = 4
+REPEATS = 4  # rounds of measuring
 
 
 @dataclass
 class Measured:
-    """Fastest time of each size, as a busy machine only adds time."""
+    """Fastest time of each size; the minimum, because other load on the machine can only add
+    time.
+    """
 
     seconds: dict[Size, float] = field(default_factory=dict)
 
     def add(self, size: Size, seconds: float) -> None:
-        """Keep the time of a forward if it is the fastest of its size."""
+        """Record the seconds of a forward if it is the fastest of its size."""
         self.seconds[size] = min(seconds, self.seconds.get(size, seconds))
 
     def fit(self) -> ForwardCost:
-        """Fit a monotone curve in tokens, with linear terms for further requests and for keys.
+        """Fit a cost: a monotone curve in tokens, with linear terms for further requests and for
+        cached tokens.
 
-        The linear terms are bounded, as a pause during one of the few forwards behind them would
-        distort them."""
+        The linear terms are bounded, as a pause during one of the few forwards that they are
+        computed from would distort them.
+        """
         at_16, many, long = (self.seconds.get(size) for size in (Size(16), *SLOPES))
         per_key_s = 0.0
         per_request_s = 0.0
@@ -101,7 +112,7 @@ class Measured:
         )
 
     def errors(self, cost: ForwardCost) -> dict[Size, float]:
-        """Return the relative errors of a fit at the held-out sizes, positive if it predicts too
+        """Return the relative errors of a cost at the held-out sizes; positive if it predicts too
         much.
         """
         held_out = {size: self.seconds[size] for size in HELD_OUT if size in self.seconds}
@@ -109,10 +120,10 @@ class Measured:
 
 
 class Timer(Protocol):
-    """Timer of forwards by size."""
+    """Interface that times forwards by size."""
 
     def __call__(self, size: Size) -> float:
-        """Return the seconds of a forward of this size."""
+        """Run a forward of this size, and return its seconds."""
 
     def clock(self) -> float:
         """Return monotonic seconds."""
@@ -126,12 +137,18 @@ def measure(
 ) -> Measured:
     """Time forwards of many sizes, in rounds, for about ``limit_s`` seconds.
 
-    Forwards that are expected to end after the limit are skipped, so that a slow model is measured
-    at fewer sizes. The caller must hold the model's lock.
+    A forward that is expected to end after the limit is skipped, so a slow model is measured at
+    fewer sizes. The caller must hold the model's lock.
+
+    Args:
+        forward_s: times one forward.
+        limit_s: seconds.
+        held_out: measure :data:`HELD_OUT`, too.
+        repeats: maximum number of rounds.
     """
     measured = Measured()
     sizes = [*CURVE[:4], *SLOPES, *CURVE[4:], *(HELD_OUT if held_out else ())]
-    forward_s(Size(1))  # includes one-off costs
+    forward_s(Size(1))  # not recorded, as the first forward has one-off costs
     started_s = forward_s.clock()
     for repeat in range(repeats):
         for size in sizes:
@@ -145,7 +162,9 @@ def measure(
 
 
 def _is_worthwhile(size: Size, measured: Measured) -> bool:
-    """Return whether steps of this size may pay, as half as many tokens cost little more than one."""
+    """Return whether steps of this size may be worthwhile: half as many tokens take little longer
+    than one token.
+    """
     smaller = [
         known
         for known in CURVE
@@ -158,7 +177,7 @@ def _is_worthwhile(size: Size, measured: Measured) -> bool:
 
 
 class Forwards:
-    """Timer of a model's packed forwards; each reserves K/V while it runs."""
+    """Timer of a model's packed forwards. Each forward reserves K/V slots while it runs."""
 
     def __init__(self, packed: PackedModel):
         self.packed = packed
@@ -174,7 +193,9 @@ class Forwards:
             )
 
     def __call__(self, size: Size) -> float:
-        """Return the seconds of a forward of this size, replayed if forwards are captured."""
+        """Run a forward of this size, and return its seconds; if forwards are captured in CUDA
+        graphs, the seconds of a replay.
+        """
         bounds = [size.num_tokens * i // size.num_requests for i in range(size.num_requests + 1)]
         lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
         with self._cache.temporary([size.keys_each + length for length in lengths]) as sequences:
@@ -201,9 +222,9 @@ class Forwards:
             return self.clock() - begun_s
 
 
-MAX_S = 1e4  # maximum seconds of a forward in a profile
-MAX_TOKENS = 2**20  # maximum number of tokens of a forward
-VERSION = 6  # changes with the file format and the measured sizes
+MAX_S = 1e4  # maximum seconds of a forward in a valid profile
+MAX_TOKENS = 2**20  # maximum number of tokens of a forward in a valid profile
+VERSION = 6  # of profiles; to be increased if the file format or the measured sizes change
 
 
 class Profile(BaseModel):
@@ -211,7 +232,7 @@ class Profile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    of: dict[str, Any]  # the model and machine that it is valid for; see `identity`
+    of: dict[str, Any]  # model, settings and machine that it is valid for; see `identity`
     cost: ForwardCost
 
     @model_validator(mode="after")
@@ -232,9 +253,11 @@ class Profile(BaseModel):
 
 
 def identity(packed: PackedModel) -> dict[str, Any]:
-    """Return what costs depend on: the model, the settings of its packed forwards and the machine."""
+    """Return what costs depend on: the model, the settings of its packed forwards, and the
+    machine.
+    """
     model = packed.model
-    # They tell models with adapters and quantised layers from others.
+    # Counts of module classes distinguish models with adapters or quantised layers.
     modules = Counter(type(module).__qualname__ for module in model.modules())
     return {
         "version": VERSION,
@@ -253,8 +276,8 @@ def identity(packed: PackedModel) -> dict[str, Any]:
 
 
 def load_profile(packed: PackedModel) -> ForwardCost | None:
-    """Return the saved cost of this model on this machine; an invalid file is deleted with a
-    warning.
+    """Return the saved cost of this model on this machine, or None. An invalid file is deleted with
+    a warning.
     """
     try:
         path = _path(packed)
@@ -269,12 +292,12 @@ def load_profile(packed: PackedModel) -> ForwardCost | None:
         path.unlink(missing_ok=True)
         return None
     except (OSError, ValueError):
-        return None  # the directory cannot be used; save_profile warns of it
+        return None  # the cache directory cannot be used, which save_profile warns about
     return profile.cost if profile.of == identity(packed) else None
 
 
 def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
-    """Save a cost; warn if the cache directory cannot be written to."""
+    """Save a cost for later processes; warn if the cache directory cannot be written to."""
     try:
         path = _path(packed)
         profile = Profile(of=identity(packed), cost=cost)
@@ -287,8 +310,8 @@ def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
 
 
 def drop_profile(packed: PackedModel) -> None:
-    """Remove the saved cost, so that the next process measures the model again."""
-    # A directory that cannot be used holds no profile.
+    """Delete the saved cost, so that the next process measures the model again."""
+    # If the cache directory cannot be used, there is no profile to delete.
     with contextlib.suppress(OSError, ValueError):
         _path(packed).unlink(missing_ok=True)
 

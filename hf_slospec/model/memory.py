@@ -1,4 +1,6 @@
-"""Memory that speculation uses, and out-of-memory errors told apart from errors of the model."""
+"""Memory that speculation uses, free memory of the host, and recognition of out-of-memory
+errors.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ from pydantic import BaseModel, Field
 
 from hf_slospec.model.transfer import empty_cache
 
-# Errors of the device or host, not of the model whose forward raised them.
+# Errors that a forward may raise because of the device or host, not because of the model.
 DEVICE_ERRORS = (
     MemoryError,
     torch.OutOfMemoryError,
     getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
 )
-# Files of a control group, version 2 and 1: limit, usage, and the page cache that can be reclaimed
+# Files of a Linux control group, for version 2 and 1: memory limit, memory usage, statistics, and
+# the entry of the statistics with the page cache that can be reclaimed.
 GROUPS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
@@ -37,7 +40,7 @@ GROUPS = (
 )
 
 
-# Objects that keep memory only to save time, and free it in ``free_idle_memory()``.
+# Objects that keep unused memory to save time, and free it in ``free_idle_memory()``.
 holders_of_idle_memory: WeakSet[Any] = WeakSet()
 
 
@@ -64,8 +67,11 @@ class MemoryUse(BaseModel):
 
 
 def free_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the free bytes of the host's memory, a container's limit included, which psutil does
-    not read.
+    """Return the free memory of the host in bytes. A container's limit is respected, which psutil
+    does not read.
+
+    Args:
+        groups: folder of the control groups.
     """
     free = int(psutil.virtual_memory().available)
     for limit, used, stat, cache in GROUPS:
@@ -79,10 +85,10 @@ def free_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device or the host is out of memory; torch has no class
-    for the host.
+    """Return whether an error means that the device or the host is out of memory. For the host,
+    torch raises a plain RuntimeError, which is recognised by its message.
     """
-    # From the host's allocator; from cuBLAS and cuDNN.
+    # Messages of torch's host allocator, and of cuBLAS and cuDNN.
     messages = ("can't allocate memory", "_STATUS_ALLOC_FAILED")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
         text in str(error) for text in messages
@@ -91,8 +97,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def as_memory_error() -> Iterator[None]:
-    """Raise MemoryError in place of torch's error, without its traceback, which refers to the
-    forward's tensors.
+    """Context manager that turns torch's out-of-memory errors into MemoryError, and frees idle
+    memory.
+
+    The traceback of the original error is dropped, as it refers to the forward's tensors.
     """
     message = None
     try:
@@ -108,14 +116,15 @@ def as_memory_error() -> Iterator[None]:
         raise MemoryError(message)
 
 
-ALIGNMENT = 64  # bytes; torch aligns tensors to as many
+ALIGNMENT = 64  # bytes; torch aligns its own tensors on CPUs to as many
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on a CPU, memory is zeroed by the operating system when it is first written.
+    """Return zeros; on a CPU, the operating system zeroes their memory when it is first written.
 
-    ``torch.zeros`` writes all of it at once, so a step that enlarges the pool would take tenths of
-    a second longer."""
+    ``torch.zeros`` writes all of it at once, so a step that enlarges the K/V pool would take tenths
+    of a second longer.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -126,8 +135,8 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Raise KeyboardInterrupt only at the end: an interrupted move of K/V would corrupt other
-    users' sequences.
+    """Context manager that delays KeyboardInterrupt to its end: an interrupted move of K/V would
+    corrupt other callers' sequences.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):

@@ -1,4 +1,6 @@
-"""Noise of sampled tokens, drawn as ``torch.multinomial`` draws it, and known ahead of time."""
+"""Random noise that decides sampled tokens: equal to what ``torch.multinomial`` draws, and
+available before the tokens are sampled.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,19 @@ from collections.abc import Sequence
 
 import torch
 
-MAX_NOISE_BYTES = (
-    2**28
-)  # bytes of cached noise; older noise is drawn again from the generator's saved state
+# Bytes of cached noise. Noise beyond this is drawn again from the generator's saved state.
+MAX_NOISE_BYTES = 2**28
 
 
 class GeneratorNoise:
     """Noise that ``torch.multinomial(probs, 1)`` would draw, by position and row.
 
     ``multinomial(p, 1)`` is ``argmax(p / Exp(1) noise)``. ``generate`` draws for the whole batch
-    once per position, so drawing [batch, vocab] position after position from the global generator
-    gives every row the same noise as there and leaves the generator in the same state, however far
-    ahead single rows are. With a seed, a separate generator draws the noise that the global one
-    would draw after ``torch.manual_seed(seed)``."""
+    once per position. Drawing [batch, vocab] for one position after the other from the global
+    generator therefore gives every row the noise of ``generate`` and leaves the generator in the
+    same state, even if some rows are ahead of others. With a seed, a separate generator draws the
+    noise that the global one would draw after ``torch.manual_seed(seed)``.
+    """
 
     def __init__(self, batch: int, probs: torch.Tensor, seed: int | None = None, sharing: int = 1):
         """Begin with the generator's present state, or with a seed.
@@ -38,19 +40,19 @@ class GeneratorNoise:
         self._has_own_generator = seed is not None
         seeded = None if seed is None else torch.Generator(probs.device).manual_seed(seed)
         self._generator = seeded or default_generator(probs.device)
-        # The generator's state before each position's draw (5 kB on a CPU), and before the next
-        # draw.
+        # Position -> the generator's state before that position is drawn (5 kB on a CPU).
         self._states = {0: self._generator.get_state()}
-        self._cached: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
+        # Position -> noise [batch, vocab] f32, oldest draw first.
+        self._cached: dict[int, torch.Tensor] = {}
 
     def rows(self, wanted: Sequence[tuple[int, int]], is_drawn: bool = True) -> torch.Tensor:
-        """Return a copy of the noise of tokens.
+        """Return a copy of the noise that decides tokens.
 
         Args:
             wanted: position (0: the first new token) and row of each token.
-            is_drawn: advance the generator past these positions, as ``generate`` does. Otherwise it
-                keeps its state, and the noise is that of later draws, unless other code draws from
-                the generator before.
+            is_drawn: advance the generator past these positions, as ``generate`` does. If False,
+                the generator keeps its state, and a later draw gives the same noise unless other
+                code draws from the generator in between.
 
         Returns:
             [len(wanted), vocab] f32.
@@ -60,22 +62,20 @@ class GeneratorNoise:
             by_position.setdefault(position, []).append(index)
         fits = len(by_position) <= self.max_positions
         rows = dict[int, torch.Tensor]()
-        for position in sorted(by_position):  # in this order, so that each is drawn once at most
+        for position in sorted(by_position):  # sorted, so that each position is drawn at most once
             noise = self._drawn(position) if is_drawn else self._foreseen(position)
             for index in by_position[position]:
                 row = noise[wanted[index][1]]
-                rows[index] = (
-                    row if fits else row.clone()
-                )  # a view would keep the noise of all rows in memory
+                # A view would keep the noise of all rows in memory.
+                rows[index] = row if fits else row.clone()
         return torch.stack([rows[index] for index in range(len(wanted))])
 
     def _drawn(self, position: int) -> torch.Tensor:
         """Return the noise of a position, and advance the generator past it.  -> [batch, vocab] f32"""
         while self.num_drawn <= position:
             state = self._generator.get_state()
-            if not torch.equal(
-                state, self._states[self.num_drawn]
-            ):  # other code drew from the generator, too
+            # Other code has drawn from the generator since the last draw.
+            if not torch.equal(state, self._states[self.num_drawn]):
                 self._forget_foreseen(state)
             self._noise(self.num_drawn)
             self.num_drawn += 1
@@ -89,7 +89,9 @@ class GeneratorNoise:
         return self._noise(position)
 
     def _noise(self, position: int) -> torch.Tensor:
-        """Return the noise of a position whose state is known.  -> [batch, vocab] f32"""
+        """Return the noise of a position before which the generator's state is known.  -> [batch,
+        vocab] f32
+        """
         if position not in self._cached:
             generator = torch.Generator(self.device).set_state(self._states[position])
             noise = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -101,7 +103,11 @@ class GeneratorNoise:
         return self._cached[position]
 
     def _forget_foreseen(self, state: torch.Tensor) -> None:
-        """Drop noise of positions that are not drawn yet; the next draw begins with ``state``."""
+        """Drop the noise of positions that the generator has not been advanced past.
+
+        Args:
+            state: the generator's present state, from which the next position is drawn.
+        """
         for by_position in (self._cached, self._states):
             for later in [position for position in by_position if position >= self.num_drawn]:
                 del by_position[later]
@@ -109,16 +115,16 @@ class GeneratorNoise:
 
     def forget_before(self, position: int) -> None:
         """Drop the noise of positions before ``position``, which no row needs again."""
-        # end() needs the states of a batch, as rows may continue past the position at which the
-        # batch ends.
+        # With several rows, end() needs earlier states: a row may be drawn past the position at
+        # which the whole batch ends.
         needs_no_states = self._has_own_generator or self.shape[0] == 1
         for by_position in (self._cached, self._states) if needs_no_states else (self._cached,):
             for earlier in [known for known in by_position if known < position]:
                 del by_position[earlier]
 
     def end(self, num_positions: int) -> None:
-        """Reset the generator to its state after ``num_positions`` draws, as ``generate`` leaves
-        it.
+        """Set the generator to its state after ``num_positions`` draws, as ``generate``
+        leaves it.
         """
         if num_positions < self.num_drawn:
             self._generator.set_state(self._states[num_positions])

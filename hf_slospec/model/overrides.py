@@ -1,4 +1,6 @@
-"""Replacement of layers, and of other libraries' functions, while packed forwards run."""
+"""Overrides: replacements of linear layers (packed, fused, exact or quantised weights) and of other
+libraries' functions while packed forwards run.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +29,28 @@ if TYPE_CHECKING:
 Attribute = tuple[Any, str]  # an object and the name of one of its attributes
 
 _MISSING = object()
-TEMPORARY = "_hf_slospec_temporary"  # attribute of functions that are set while a context lasts
+# Attribute that marks functions which replace others only while a context lasts.
+TEMPORARY = "_hf_slospec_temporary"
 
 
 class ReplacedAttributes:
-    """Attributes that contexts in several threads may replace at once; the last context to end
-    restores them.
+    """Attributes that contexts in several threads may replace at the same time; the last context to
+    end restores their original values.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # (id of the object, name) -> the object, value before, value in its own __dict__, threads
-        # of the contexts.
+        # (id of the object, attribute name) -> the object, the attribute's original value, the
+        # value in the object's __dict__ (_MISSING: inherited), ids of the contexts' threads.
         self._users: dict[tuple[int, str], tuple[Any, Any, Any, list[int]]] = {}
         reset_in_children(self)
 
     def replace(
         self, attributes: Sequence[Attribute], replacement: Callable[[Any, Attribute], Any]
     ) -> None:
-        """Set each attribute to ``replacement(value, attribute)``, given the value that it has
-        without replacements.
+        """Set each attribute to ``replacement(original value, attribute)``.
 
-        An error of ``replacement`` leaves all attributes unchanged.
+        If ``replacement`` raises an error, no attribute is changed.
         """
         with self._lock:
             users = [
@@ -68,7 +70,9 @@ class ReplacedAttributes:
                 setattr(owner, name, new)
 
     def restore(self, attributes: Sequence[Attribute]) -> None:
-        """End one context's replacement of the attributes."""
+        """End one context's replacement of the attributes; restore those that no other context
+        replaces.
+        """
         with self._lock:
             for owner, name in attributes:
                 threads = self._users[id(owner), name][-1]
@@ -85,8 +89,8 @@ class ReplacedAttributes:
             del self._users[key]
 
     def reset_after_fork(self) -> None:
-        """End the contexts of threads that do not exist here, also of one that had replaced only
-        some attributes.
+        """End the contexts of threads that do not exist in this forked child, also of a thread that
+        had replaced only some of its attributes.
         """
         for key, (*_, threads) in list(self._users.items()):
             threads[:] = [thread for thread in threads if thread == get_ident()]
@@ -94,7 +98,9 @@ class ReplacedAttributes:
 
 
 def is_temporary(value: Any) -> bool:
-    """Return whether a function was set by a context of :class:`ReplacedAttributes`."""
+    """Return whether a function was set by a context of :class:`ReplacedAttributes` that has not
+    ended.
+    """
     return type(value) is FunctionType and TEMPORARY in vars(value)
 
 
@@ -102,91 +108,97 @@ def _unused(owner: Any, name: str) -> tuple[Any, Any, Any, list[int]]:
     return owner, getattr(owner, name), vars(owner).get(name, _MISSING), []
 
 
-Override = Callable[..., Any]  # takes what it replaces as its first argument, then the call's own
+# Function called in place of another: (the replaced function, *the arguments of the call).
+Override = Callable[..., Any]
 
 
 class LinearOverride(Protocol):
-    """One way to compute linear layers, and what belongs to them, in packed forwards.
+    """One method of computing linear layers, and functions around them, in packed forwards.
 
-    Packed copies of weights, fused layers and products with exact bits are implementations. A
-    plugin registers a factory of its own by :func:`register_override`; implementations inherit the
-    defaults.
+    Implementations are packed copies of weights, fused layers, and products with exact bits. A
+    plugin registers a factory by :func:`register_override`; implementations inherit the defaults.
 
-    Quantised weights fit in as one more: ``make`` takes a layer whose weight is dense (and rounds
-    it to groups of int4 or int8), or stored in blocks (GGUF's Q4_0 and Q8_0, torchao's tensor
-    classes), packs it for its kernel, and returns a callable that holds the blocks. ``num_bytes``
-    sums their sizes, ``num_rounded`` counts the weights that they hold only approximately, and
-    ``renew`` quantises again once ``version.weights`` has advanced. A weight that exists as blocks
-    only may leave an empty parameter in the layer, as ``make`` receives the layer itself and the
-    override never has to call the original.
+    Quantised weights can be implemented, too: ``make`` takes a layer whose weight is dense (and
+    rounds it to groups of int4 or int8), or stored in blocks (GGUF's Q4_0 and Q8_0, torchao's
+    tensor classes), packs it for its kernel, and returns a callable that holds the blocks.
+    ``num_bytes`` sums their sizes, ``num_rounded`` counts the weights that are held only
+    approximately, and ``renew`` quantises again once ``version.weights`` has advanced. The layer's
+    own parameter may be empty then, as the override need not call the original forward.
     """
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of copies of weights."""
+        """Bytes of this override's copies of weights."""
         return 0
 
     @property
     def num_rounded(self) -> int:
-        """Weights that the copies hold only approximately."""
+        """Number of weights that the copies hold with reduced precision."""
         return 0
 
     @property
     def kernels(self) -> Mapping[str, int]:
-        """Number of weights by the kernel that multiplies with them, for saved profiles."""
+        """Kernel name -> number of weights it multiplies with; part of the identity of saved cost
+        profiles.
+        """
         return {}
 
     @property
     def functions(self) -> Mapping[Attribute, Override]:
-        """Functions of other libraries to replace, such as that of rotary embeddings."""
+        """Functions of other libraries to replace, such as transformers' rotary embedding."""
         return {}
 
     def make(self, linear: nn.Module) -> Override | None:
-        """Return what computes a layer: a function of its forward, the layer and the inputs; None
-        if the layer computes itself.
+        """Return a function that computes a layer in place of its forward: (original forward,
+        layer, *inputs) -> output; None if the layer's forward is not replaced.
         """
         return None
 
     def renew(self, version: ModelVersion) -> None:
-        """Prepare for the model as it is now; ``make`` is called for all its layers afterwards."""
+        """Update what was made from the model's weights and modules; ``make`` is then called for
+        all layers again.
+        """
 
 
 @dataclass(frozen=True)
 class OverrideOptions:
-    """Settings that a model's overrides depend on."""
+    """Settings that decide which overrides a model gets."""
 
     device: str = "cpu"  # type of the model's device
     prepack: bool | None = False  # see SLOSpecConfig
     fused_layers: bool = False  # see SLOSpecConfig
     exact: str | None = None  # see SLOSpecConfig
-    autocast: torch.dtype | None = None  # dtype of products of a forward that enables autocast
+    autocast: torch.dtype | None = None  # dtype, if the model's forward enables autocast
 
 
-Factory = Callable[[Any, OverrideOptions], LinearOverride | None]  # takes the model
-ENTRY_POINTS = "hf_slospec.overrides"  # group; each entry is a factory
+# (model, options) -> its override, or None if it has none for this model
+Factory = Callable[[Any, OverrideOptions], LinearOverride | None]
+ENTRY_POINTS = "hf_slospec.overrides"  # entry point group; each entry is a factory
 _factories: list[Factory] = []
 
 
 def register_override(factory: Factory) -> None:
-    """Add a way to compute layers; of several that make an override for a layer, the first counts."""
+    """Register a factory for all models. If overrides of several factories replace the same layer,
+    the first one is used.
+    """
     if factory not in _factories:
         _factories.append(factory)
 
 
-# Overrides in force in this thread, by layer or by replaced attribute.
+# Layer or replaced attribute -> the override in force in this thread.
 _in_force: ContextVar[Mapping[Any, Override]] = ContextVar("hf_slospec_overrides", default={})  # noqa: B039  read only
 _replaced = ReplacedAttributes()
 
 
 class Overrides:
-    """All overrides of one model, which packed forwards put in force."""
+    """All overrides of one model, which are active during its packed forwards."""
 
     def __init__(self, model: nn.Module, kinds: Iterable[LinearOverride], is_needed: bool = True):
         """Make no override yet; ``renew`` does.
 
         Args:
             model: the model.
-            kinds: of several that make an override for a layer, the first counts.
+            kinds: the override objects; if several replace the same layer, the first is used.
             is_needed: see :meth:`need`.
         """
         self._model = model
@@ -194,12 +206,12 @@ class Overrides:
         self._is_needed = is_needed
         self._version: ModelVersion | None = None
         self.layers: dict[nn.Module, Override] = {}
-        self._overrides: dict[Any, Override] = {}  # by layer or by function
+        self._overrides: dict[Any, Override] = {}  # by layer or by replaced attribute
         self.attributes: list[Attribute] = []
 
     @classmethod
     def of(cls, model: nn.Module, options: OverrideOptions, is_needed: bool = True) -> Overrides:
-        """Return the overrides that plugins make for a model."""
+        """Return the overrides that plugins and other distributions make for a model."""
         load_plugins()
         for factory in load_entry_points(ENTRY_POINTS):
             register_override(factory)
@@ -208,28 +220,30 @@ class Overrides:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of copies of weights."""
+        """Bytes of all overrides' copies of weights."""
         return sum(kind.num_bytes for kind in self.kinds)
 
     @property
     def num_rounded(self) -> int:
-        """Weights that the copies hold only approximately."""
+        """Number of weights that the copies hold with reduced precision."""
         return sum(kind.num_rounded for kind in self.kinds)
 
     @property
     def kernels(self) -> dict[str, int]:
-        """Number of weights by the kernel that multiplies with them."""
+        """Kernel name -> number of weights it multiplies with, over all overrides."""
         return dict(itertools.chain.from_iterable(kind.kernels.items() for kind in self.kinds))
 
     def need(self, is_needed: bool) -> None:
-        """Make the overrides, or free them while forwards are computed without the layers."""
+        """Make the overrides if they are needed, else free them: compiled forwards do not call the
+        layers.
+        """
         if is_needed is not self._is_needed:
             self._is_needed = is_needed
             if self._version is not None:
                 self.renew(self._version)
 
     def renew(self, version: ModelVersion) -> None:
-        """Make the overrides of the model as it is now."""
+        """Make the overrides again for the model's present weights and modules."""
         self._version = version
         kinds = self.kinds if self._is_needed else []
         for kind in kinds:
@@ -245,7 +259,7 @@ class Overrides:
         self._overrides = {**self.layers, **functions}
 
     def in_force(self) -> AbstractContextManager[None]:
-        """Compute with the overrides inside this context, in this thread only."""
+        """Return a context in which the overrides are active, in this thread only."""
         return overriding(self._overrides, self.attributes) if self._overrides else nullcontext()
 
 
@@ -253,10 +267,13 @@ class Overrides:
 def overriding(
     overrides: Mapping[Any, Override], attributes: Sequence[Attribute]
 ) -> Iterator[None]:
-    """Compute with overrides, by layer or attribute, inside this context, in this thread only.
+    """Context manager in which overrides are active, in this thread only.
 
-    ``attributes``: those to replace: forwards of the layers' classes, and attributes with overrides
-    of their own."""
+    Args:
+        overrides: by layer or by replaced attribute.
+        attributes: attributes to replace: the forwards of the layers' classes, and the attributes
+            in ``overrides``.
+    """
     outer = _in_force.get()
     _replaced.replace(attributes, _overridable)
     token = _in_force.set({**outer, **overrides} if outer else overrides)
@@ -268,21 +285,23 @@ def overriding(
 
 
 def _owner_of_forward(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that defines a class's forward, so that each call passes one replacement."""
+    """Return the base class that defines a class's forward, so that a call passes only one
+    override.
+    """
     return next(base for base in kind.__mro__ if "forward" in vars(base))
 
 
 @functools.lru_cache(maxsize=256)
 def _overridable(original: Override, attribute: Attribute) -> Override:
-    """Return the value of an attribute while overrides are in force in some thread.
+    """Return the function that an attribute is set to while overrides are active in some thread.
 
-    It is always the same, as compiled code of other threads may depend on it.
+    The result is cached, as compiled code of other threads may depend on its identity.
     """
     is_forward = attribute[1] == "forward" and isinstance(attribute[0], type)
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        # A compiler in another thread cannot trace what follows.
+        # torch.compile, in another thread, cannot trace the code below.
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         override = _in_force.get().get(args[0] if is_forward else attribute)
@@ -305,7 +324,7 @@ EXPERTS = (
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights that a linear layer or fused experts multiply by; none for
+    """Return the names of the weights that a linear layer or fused experts multiply by; () for
     other layers.
     """
     if type(layer) in (nn.Linear, Conv1D):
@@ -319,12 +338,12 @@ CONTAINERS = (dict, list, tuple)
 
 
 def all_modules(model: nn.Module) -> list[Any]:
-    """Return a model and all parts of it.
+    """Return a model and all its submodules.
 
-    ``model.modules()`` takes several times as long, and each step reads the modules several times.
+    Faster than ``model.modules()``; each step reads the modules several times.
     """
     modules: list[Any] = [model]
-    ids = {id(model)}  # modules may have several owners, and hold each other
+    ids = {id(model)}  # modules may have several parents, and contain each other
     for module in modules:
         if parts := module._modules:
             for part in list(parts.values()):  # other threads may add some
@@ -335,19 +354,18 @@ def all_modules(model: nn.Module) -> list[Any]:
 
 
 def container_kind(value: Any) -> type[Any] | None:
-    """Return dict, list or tuple if the value's class is derived from it; None for anything else."""
+    """Return dict, list or tuple if the value is an instance of it or of a subclass; else None."""
     kind = type(value)
     return next((base for base in CONTAINERS if kind is base or issubclass(kind, base)), None)
 
 
 def items_of(container: Any) -> list[Any]:
-    """Return what a container holds, of a dict keys and values in turn, without calling methods of
-    its class.
+    """Return the items of a list or tuple, or the keys and values of a dict in turn. Methods of the
+    container's class are not called.
     """
     if container_kind(container) is dict:
-        return list(
-            itertools.chain.from_iterable(list(dict.items(container)))
-        )  # other threads may add some
+        # list() first, as other threads may add items.
+        return list(itertools.chain.from_iterable(list(dict.items(container))))
     return list(
         list.__iter__(container) if container_kind(container) is list else tuple.__iter__(container)
     )

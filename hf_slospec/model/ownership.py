@@ -1,4 +1,6 @@
-"""Refuse models whose own code (methods, attention, masks, caches) packed forwards would skip."""
+"""Checks that a model runs transformers' code (methods, attention, masks, caches), since packed
+forwards replace that code and would skip anything else.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from hf_slospec.model.properties import cannot_be_packed
 from hf_slospec.model.whose_code import WRAPPERS, library_of
 
 LIBRARY = "transformers"
-IMPORTED = {"torch", *sys.stdlib_module_names}  # modules of transformers import functions from them
-# Methods that stock `generate` calls while it decodes, and speculation does not. Those that it
-# calls before run.
+# Libraries that modules of transformers import functions from.
+IMPORTED = {"torch", *sys.stdlib_module_names}
+# Methods that stock `generate` calls while it decodes, and speculation does not. Methods that it
+# calls before decoding also run with speculation.
 DECODING_METHODS = (
     "_sample",
     "_prefill",
@@ -36,9 +39,10 @@ DECODING_METHODS = (
     "get_compiled_call",
     "create_masks_for_generate",
 )
-# Special methods that count among the members.
+# Special methods that _foreign_of_class checks in addition to ordinary members.
 CALLED = ("__call__", "__getattribute__", "__getattr__", "__setattr__")
-# Functions that compute softmax attention to all keys that a mask allows, as packed forwards do.
+# Names of attention functions that compute softmax attention over all keys that a mask allows, as
+# packed forwards do.
 ATTENTION = (
     "eager_attention_forward",
     "sdpa_attention_forward",
@@ -48,10 +52,11 @@ ATTENTION = (
 
 
 def is_of_transformers(function: Any) -> bool:
-    """Return True if a function and all functions that it wraps were defined in transformers.
+    """Return whether a function, and all functions that it wraps, were defined in transformers.
 
-    Decorators of torch and ours may be around it. ``functools.wraps`` copies ``__module__``, so
-    globals are read."""
+    Decorators of torch and hf_slospec around it are allowed. ``functools.wraps`` copies
+    ``__module__``, so the module is read from a function's globals.
+    """
     function = getattr(function, "__func__", function)
     while isinstance(function, FunctionType):
         library = library_of(function)
@@ -64,10 +69,13 @@ def is_of_transformers(function: Any) -> bool:
 
 
 def foreign_members(owners: Iterable[Any]) -> list[str]:
-    """Return the names of members of transformers' objects that run code from outside transformers.
+    """Return the names of members of objects that run code from outside transformers.
 
     These are methods and class attributes that are overridden, patched or set on an instance, and
-    classes that have no base in transformers.
+    the names of classes without a base class in transformers.
+
+    Args:
+        owners: classes, or instances such as models and caches.
     """
     owners = list(owners)
     classes = dict.fromkeys(owner if isinstance(owner, type) else type(owner) for owner in owners)
@@ -79,10 +87,12 @@ def foreign_members(owners: Iterable[Any]) -> list[str]:
 
 
 def check_own_code(model: Any, parts: Sequence[Any] | None = None) -> None:
-    """Raise UnsupportedModelError if the model decodes or attends by code that speculation would
-    not run.
+    """Raise UnsupportedModelError if the model decodes or attends by code from outside
+    transformers, which speculation would not run.
 
-    ``parts`` are all its modules, if the caller has them.
+    Args:
+        model: the model.
+        parts: the model and all its submodules, if the caller has listed them.
     """
     name = type(model).__name__
     methods = [*_foreign_of_class(type(model), DECODING_METHODS), *_set_on(model, DECODING_METHODS)]
@@ -101,7 +111,9 @@ def check_own_code(model: Any, parts: Sequence[Any] | None = None) -> None:
 
 
 def check_mask_function(mask_function: Any) -> None:
-    """Raise UnsupportedModelError if a mask combines functions of transformers with someone else's."""
+    """Raise UnsupportedModelError if a mask function, or a mask function that it combines, was
+    defined outside transformers.
+    """
     parts = [mask_function]
     for part in parts:
         if isinstance(part, (tuple, list)):
@@ -116,8 +128,11 @@ def check_mask_function(mask_function: Any) -> None:
 
 
 def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
-    """Yield the names of a class's members (only those in ``among``, if given) that are defined
-    outside transformers.
+    """Yield the names of a class's members that are defined outside transformers.
+
+    Args:
+        kind: the class.
+        among: names to check; empty: all members of its base classes in transformers.
     """
     library = [base for base in kind.__mro__ if library_of(base) == LIBRARY]
     if not library:
@@ -130,7 +145,7 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
         member = vars(base).get(name)
         functions = _functions(member)
         is_own = library_of(base) == LIBRARY
-        # Partial methods bind further arguments.
+        # A partial method may bind other arguments, so its class must be transformers', too.
         if functions and (is_own or not isinstance(member, partialmethod)):
             is_own = all(map(is_of_transformers, functions))
         if not is_own and base.__module__ != "builtins":
@@ -138,7 +153,7 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
 
 
 def _stored(kind: type) -> Iterator[str]:
-    """Yield the names of the class's properties that have a setter, such as ``keys``."""
+    """Yield the names of a class's properties that have a setter, such as ``keys``."""
     for base in kind.__mro__:
         yield from (
             name for name, value in vars(base).items() if isinstance(value, property) and value.fset
@@ -146,19 +161,25 @@ def _stored(kind: type) -> Iterator[str]:
 
 
 def _functions(member: Any) -> list[Any]:
-    """Return the functions of a method or property; none for other attributes."""
+    """Return the functions behind a method or property; [] for other attributes."""
     if isinstance(member, property):
         return [member.fget]
     member = getattr(member, "__func__", member)  # of static methods and class methods
     if callable(member):
         return [] if isinstance(member, type) else [member]
     is_descriptor = hasattr(type(member), "__get__") and type(member).__module__ != "builtins"
-    # Partial methods, cached properties.
+    # Partial methods and cached properties hold their function in ``func``.
     return [getattr(member, "func", member)] if is_descriptor else []
 
 
 def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
-    """Yield the names of methods that were set on an instance in place of its class's."""
+    """Yield the names of methods that were replaced on an instance. A method of the same instance
+    that transformers defines does not count as replaced.
+
+    Args:
+        owner: the instance.
+        among: names to check; empty: all.
+    """
     attributes = getattr(owner, "__dict__", {})
     for name in attributes.keys() & among if among else list(attributes):
         value = attributes[name]
@@ -171,7 +192,9 @@ def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
 
 
 def _foreign_attention(parts: Sequence[Any]) -> Iterator[str]:
-    """Yield the names of functions that packed forwards replace and that are not transformers' own."""
+    """Yield descriptions of attention and mask functions that packed forwards replace and that are
+    not transformers' own.
+    """
     if not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType):
         yield _title(
             "torch.nn.functional.scaled_dot_product_attention",
@@ -179,7 +202,7 @@ def _foreign_attention(parts: Sequence[Any]) -> Iterator[str]:
         )
     configs = {id(part.config): part.config for part in parts if "config" in vars(part)}.values()
     names = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
-    # Names have this prefix while a packed forward runs.
+    # While a packed forward runs, names of attention implementations have this prefix.
     implementations = {name.removeprefix("hf_slospec:") for name in names}
     for module in map(sys.modules.get, {type(part).__module__ for part in parts}):
         names_of_module = vars(module) if module is not None else {}
@@ -207,8 +230,12 @@ def _foreign_attention(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _replaced(module: Any, prefixes: tuple[str, ...]) -> Iterator[str]:
-    """Yield the names of functions in a module of transformers that were replaced by someone
-    else's.
+    """Yield descriptions of functions in a module of transformers that were replaced by functions
+    from elsewhere.
+
+    Args:
+        module: the module.
+        prefixes: check only functions whose name starts with one of these.
     """
     for name, value in list(vars(module).items()):
         if not (
@@ -225,12 +252,13 @@ def _title(what: str, function: Any) -> str:
     return f"{what} ({function.__globals__.get('__name__')}.{function.__code__.co_name})"
 
 
-# Attributes by which weights of torchao, and layers of transformers and compressed-tensors,
-# quantise their inputs.
+# Names of attributes that tell that a layer quantises its inputs, in weights of torchao and in
+# layers of transformers and compressed-tensors.
 QUANTISING = re.compile(
     "act(ivation)?_quant.*|input_quant_func|activation_scheme|input_activations"
 )
-# Classes that always do: those of torch's dynamic quantisation, and LLM.int8 of bitsandbytes.
+# Modules whose classes always quantise inputs (torch's dynamic quantisation), and the class of
+# bitsandbytes' LLM.int8.
 QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 LLM_INT8 = "Linear8bitLt"
 
@@ -238,9 +266,10 @@ LLM_INT8 = "Linear8bitLt"
 def check_activations(model: nn.Module) -> None:
     """Raise UnsupportedModelError if a layer quantises activations.
 
-    Their scales may be those of all tokens of a forward. Where each token has its own, an error of
-    the last bit, as any other number of tokens causes, still moves some activations to the next
-    integer, an error of a percent."""
+    The scales may be computed from all tokens of a forward. Even with a scale per token, an error
+    in the last bit, as a different number of tokens causes, rounds some activations to another
+    integer, which is an error of about a percent.
+    """
     for name, module in model.named_modules():
         holders = [
             module,

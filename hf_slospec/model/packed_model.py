@@ -1,4 +1,4 @@
-"""Packed forwards of a causal LM: new tokens of several sequences as one batch of one row."""
+"""Packed forwards of a causal LM: the new tokens of several sequences are one batch of one row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ EAGER = SLOSpecConfig(compile=False)
 
 
 class PackedModel:
-    """Packed forwards of a model, and their K/V cache; all uses require the model's lock."""
+    """Packed forwards of a model, and the K/V cache they use. All calls require the model's
+    lock.
+    """
 
     def __init__(
         self,
@@ -44,13 +46,13 @@ class PackedModel:
         ranks: Ranks | None = None,
         version: ModelVersion | None = None,
     ):
-        """Probe a model.
+        """Probe a model's layers, and choose the forward paths and the attention backend.
 
         Args:
             model: a causal LM.
             config: the settings.
-            ranks: processes that run the model; None: those over which it is split.
-            version: that of the model, if it has other users.
+            ranks: processes that run the model; None: found from how the model is split.
+            version: the model's version counters, if other objects use them too; None: new ones.
 
         Raises:
             UnsupportedModelError: the model cannot be packed.
@@ -63,13 +65,13 @@ class PackedModel:
         refuse_by_declaration(model)
         with watching_autocast(model) as autocast_of:
             self.family, self.layers = probe_layers(model)
-            self.autocast = autocast_of()  # dtype of its products; None: it enables no autocast
+            self.autocast = autocast_of()  # dtype, if the model's forward enables autocast
         self.version = version or ModelVersion(model)
-        # What was made of the model is of these versions.
+        # Versions of weights and modules that overrides and paths were made from.
         self._weights_version = self.version.weights
         self._modules_version = self.version.modules
         self.rope = LengthRope(model)
-        # That of exact forwards is chosen once they are known to be possible.
+        # The backend of exact forwards is chosen after resolve_paths, which may refuse them.
         backend = None if config.exact else backend_for(config.attention, self.layers)
         is_exact_on_cuda = config.exact is not None and self.device.type == "cuda"
         facts = Facts.of(
@@ -91,10 +93,10 @@ class PackedModel:
         )
         self.eager = (ExactPath if self.exact else EagerPath)(context, self.backend)
         self.paths = make_paths(self._resolution, context, self.eager)
-        self._tried = self.paths
-        if self.exact and self.is_compiled:  # all exact forwards are computed by one path
+        self._tried = self.paths  # paths that a forward tries, in this order
+        if self.exact and self.is_compiled:  # bits agree only if one path computes all forwards
             self._tried = [self.path("compiled")]
-            self.eager = EagerPath(context, self.backend)  # for tokens with NaN
+            self.eager = EagerPath(context, self.backend)  # isolates tokens with NaN
         elif self.exact:
             self._tried = [self.eager]
         options = OverrideOptions(
@@ -107,23 +109,32 @@ class PackedModel:
         self.overrides.renew(self.version)
 
     def _read_sizes(self) -> None:
-        """Read sizes that every part of a batch needs; the config is slow to read."""
+        """Read the vocabulary size and the maximum position once, as reading the config is slow."""
         config = self.model.config.get_text_config()
         self.vocab_size = max(vocab_size(self.model), num_embeddings(self.model))
         names = ("max_position_embeddings", "max_target_positions")
         lengths = (getattr(config, name) for name in names if hasattr(config, name))
         is_rotary = getattr(config, "rope_parameters", None) is not None
-        # Number of entries of the learned position table; None if the model has none.
+        # Rows of the learned position embedding; None if the model has none.
         self.max_positions: int | None = None if is_rotary else next(lengths, None)
 
     def renew(self, is_idle: bool = True) -> bool:
-        """Take in changes of weights and modules; see :meth:`ModelVersion.renew`."""
+        """Look for changes of the model's weights and modules, and update what was made from them.
+
+        Args:
+            is_idle: see :meth:`ModelVersion.renew`.
+
+        Returns:
+            Whether the model has changed.
+        """
         has_changed = self.version.renew(is_idle)
         self.take_in_changes()
         return has_changed
 
     def take_in_changes(self) -> None:
-        """Update what was made of weights and modules, also if another user has renewed the version."""
+        """Update overrides and paths if the version counters have advanced, whoever renewed
+        them.
+        """
         if self._weights_version != self.version.weights:
             self._weights_version = self.version.weights
             if self._modules_version != self.version.modules:
@@ -135,7 +146,9 @@ class PackedModel:
                 path.renew(self.version)
 
     def check_layers(self) -> None:
-        """Raise UnsupportedModelError if the layers attend otherwise than when they were probed."""
+        """Probe the layers again; raise UnsupportedModelError if their number, masks or rotary
+        embeddings have changed.
+        """
         refuse_by_declaration(self.model)
         rope = LengthRope(self.model)
         layers = probe_layers(self.model)
@@ -158,14 +171,18 @@ class PackedModel:
         return path is not None and path.is_ready
 
     def status(self, feature_layers: tuple[int, ...] = ()) -> str:
-        """Return the path of forwards with these hidden states: "compiled", or "eager" with why."""
+        """Return which path computes forwards that return the hidden states after
+        ``feature_layers``: "compiled", or "eager" and the reason.
+        """
         if (path := self.path("compiled")) is not None:
             return str(path.status(feature_layers))
         return f"eager: {self._resolution.why_not.get('compiled', 'nothing compiles forwards')}"
 
     @property
     def prefills_alone(self) -> bool:
-        """Return whether prompts have to be processed as stock does, each as a whole and alone."""
+        """Return whether each prompt has to be prefilled as a whole and in a separate forward, as
+        stock does.
+        """
         return self.eager.prefills_alone
 
     @property
@@ -175,44 +192,54 @@ class PackedModel:
 
     @property
     def num_selected(self) -> int | None:
-        """Number of keys that the layers' indexers select for a token; None without indexers."""
+        """Number of keys that the layers' indexers (sparse attention) select per token; None
+        without indexers.
+        """
         if all(layer.shape.index_key is None for layer in self.layers):
             return None
         return int(self.model.config.get_text_config().index_topk)
 
     def clamp_positions(self, positions: np.ndarray) -> np.ndarray:
-        """Clamp positions to the learned position table; tokens beyond it are never committed."""
+        """Clamp positions to the learned position embedding; draft nodes beyond it are never
+        committed.
+        """
         limit = self.max_positions
         return positions if limit is None else np.minimum(positions, limit - 1)
 
     def clamp_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        """Clamp ids to the embedding table, which may be smaller than the target's."""
+        """Clamp token ids to this model's embedding table; a draft's may be smaller than the
+        target's.
+        """
         clamped: np.ndarray = np.minimum(tokens, self.vocab_size - 1)
         return clamped
 
     @property
     def kv_cache(self) -> KVCache:
-        """The cache that all users of the model share; the last reference to it frees it."""
+        """The K/V cache that all callers share; the last reference to it frees it."""
         return self._cache.get()
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the model's K/V storage, in use or kept for graphs."""
+        """Bytes of the model's K/V pool, in use or kept idle for CUDA graphs."""
         return self._cache.num_bytes
 
     def keep_if_captured(self, cache: KVCache) -> None:
-        """Keep the pool of a cache that may become idle, if graphs use it and it is small."""
+        """Keep the pool of a cache that a caller stops using if it is small and CUDA graphs need
+        it.
+        """
         self._cache.keep_if_used(cache)
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Number of forwards that took longer than later ones of their size will."""
+        """Number of forwards so far with one-off costs, such as the capture of a CUDA graph."""
         return sum(path.num_one_off_forwards for path in self.paths)
 
     def forward(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits of :meth:`outputs`.  -> [num_logits, vocab], in the model's dtype"""
+        """Stage the K/V of new tokens, and return logits as :meth:`outputs` does.  -> [num_logits,
+        vocab], in the model's dtype
+        """
         return self.outputs(pool, parts, logit_rows).logits
 
     @torch.no_grad()
@@ -224,18 +251,19 @@ class PackedModel:
         feature_layers: tuple[int, ...] = (),
         level: DraftLevel | None = None,
     ) -> Outputs:
-        """Stage the K/V of new tokens; return logits of some of them, and hidden states of all.
+        """Stage the K/V of new tokens; return the logits of some of them and hidden states of all.
 
         Args:
             pool: storage of the parts' sequences.
-            parts: one per sequence; their tokens form the packed batch in this order.
-            logit_rows: [num_logits] int64, tokens of the packed batch whose logits to return.
-            feature_layers: hidden states to return, as in ``output_hidden_states``.
+            parts: new tokens, one part per sequence; they form the packed batch in this order.
+            logit_rows: [num_logits] int64, indices in the packed batch of tokens whose logits are
+                returned.
+            feature_layers: indices of the hidden states to return, as in ``output_hidden_states``.
             level: see :meth:`draft`.
         """
         if self.version.is_behind:
             self.renew()
-        elif level is None or level.is_root:  # a beam's other levels follow at once
+        elif level is None or level.is_root:  # a draft tree's later levels follow without a pause
             self.version.notice_writes()
         self.take_in_changes()
         self.overrides.need(not self.is_compiled)
@@ -257,11 +285,15 @@ class PackedModel:
     def draft(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel
     ) -> Any:
-        """Stage the K/V of draft nodes, or of the tokens up to their roots; return
-        ``level.outputs``, which may be overwritten from the model's next forward on.
+        """Stage the K/V of one level of draft nodes, or of the tokens up to and including the
+        roots.
 
-        Arguments are those of :meth:`outputs`. Ids and masks of ``parts`` may be indices into
-        tensors of ``level``, and row 0 of ``logit_rows`` stands for the level's rows of padding.
+        Arguments are as in :meth:`outputs`. Token ids and masks of ``parts`` may be indices into
+        tensors of ``level``; row 0 of ``logit_rows`` is repeated for the level's padding rows.
+
+        Returns:
+            ``level.outputs`` of the logits. The next forward of the model may overwrite its
+                tensors.
         """
         if level.num_logits > len(logit_rows):
             logit_rows = F.pad(logit_rows, (0, level.num_logits - len(logit_rows)))
@@ -272,6 +304,8 @@ class PackedModel:
             return level.outputs(outputs.logits)
 
     def num_draft_rows(self, num_requests: int) -> int | None:
-        """Return the rows, padding included, of a level of this many requests; None: any number."""
+        """Return the number of rows, padding included, that a draft level of this many requests
+        must have; None: it may have any number.
+        """
         rows = (path.num_draft_rows(num_requests) for path in self.paths)
         return max(filter(None, rows), default=None)

@@ -1,4 +1,6 @@
-"""Forward paths: ways to compute a packed forward, and which of them a model uses."""
+"""Forward paths: implementations of a packed forward (eager, compiled, CUDA graphs, exact), and the
+choice of those that a model uses.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +27,42 @@ from hf_slospec.model.properties import input_device
 from hf_slospec.model.version import ModelVersion, can_be_traced
 from hf_slospec.model.whose_code import library_of
 
-ENTRY_POINTS = "hf_slospec.paths"  # group; each entry is a subclass of ForwardPath
+ENTRY_POINTS = "hf_slospec.paths"  # entry point group; each entry is a subclass of ForwardPath
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Findings of the probe that forward paths depend on."""
+    """Properties of a model and its layers, found by the probe, that the choice of forward paths
+    depends on.
+    """
 
-    class_name: str  # of the model
-    package: str = "transformers"  # that defines the model's class
-    device: torch.device = CPU  # of input tokens
-    kv_devices: frozenset[torch.device] = frozenset((CPU,))  # of the layers' K and V
-    num_ranks: int = 1  # processes that run the model
-    has_states: bool = False  # some layers keep a state
-    has_own_attention: bool = False  # some layers attend in their own code
-    has_latent_attention: bool = False
+    class_name: str  # name of the model's class
+    package: str = "transformers"  # top-level package that defines the model's class
+    device: torch.device = CPU  # device of input tokens
+    kv_devices: frozenset[torch.device] = frozenset((CPU,))  # devices of the layers' K and V
+    num_ranks: int = 1  # number of processes that run the model
+    has_states: bool = False  # some layers keep a recurrent state
+    # Some layers compute attention themselves, not through transformers' attention interface.
+    has_own_attention: bool = False
+    has_latent_attention: bool = False  # some layers have multi-head latent attention
     has_chunked_attention: bool = False
     has_fused_experts: bool = False
     attends_to_encoder: bool = False
     varies_rope: bool = False  # rotary embeddings depend on the length of a sequence
-    autocast: torch.dtype | None = None  # enabled by the model's own forward
-    is_plain: bool = True  # no hooks, one device, weights of torch's classes
-    no_kernel: str | None = None  # why Triton's attention is unavailable; read if exact
-    # Attention reads tensors only, whose sizes do not depend on the lengths of sequences.
+    autocast: torch.dtype | None = None  # dtype, if the model's forward enables autocast
+    # The model has no hooks, is on one device, and its weights are of torch's own classes.
+    is_plain: bool = True
+    # Why Triton's attention is unavailable; read for exact forwards on CUDA only.
+    no_kernel: str | None = None
+    # The attention backend reads only tensors whose sizes do not depend on sequence lengths.
     has_static_attention: bool = False
 
     @classmethod
     def of(cls, model: Any, layers: Sequence[AttentionLayer], **fields: Any) -> Facts:
-        """Return the facts of a model with these layers; ``others`` are further fields."""
+        """Return the facts of a model with these attention layers; ``fields`` are further
+        fields.
+        """
         return cls(
             type(model).__name__,
             library_of(type(model)),
@@ -69,7 +78,7 @@ class Facts:
 
     @property
     def dynamic_parts(self) -> str | None:
-        """Return what of a forward is neither in its tensors nor in the plans; None: nothing."""
+        """Return why a forward depends on more than its tensors and plans; None if it does not."""
         if self.has_states:
             return "some layers keep a state"
         if self.attends_to_encoder:
@@ -89,9 +98,9 @@ class PathContext:
     model: Any
     version: ModelVersion
     facts: Facts
-    config: SLOSpecConfig  # the settings in force, see Resolution
+    config: SLOSpecConfig  # settings as changed by resolve_paths, see Resolution
     family: ModelFamily
-    layers: Sequence[AttentionLayer]  # in the order in which pools store them
+    layers: Sequence[AttentionLayer]  # attention layers, in the order of their K/V in pools
     rope: LengthRope
 
     @cached_property
@@ -101,66 +110,84 @@ class PathContext:
 
 
 class ForwardPath:
-    """A way to compute packed forwards of a model. Paths are tried in their order."""
+    """Base of implementations of packed forwards. A model's paths are tried in ascending
+    ``order``.
+    """
 
     name: ClassVar[str]
-    order: ClassVar[int] = 0  # paths of smaller numbers are tried first
+    order: ClassVar[int] = 0  # paths with smaller numbers are tried first
 
     def __init__(self, context: PathContext, eager: ForwardPath):
-        """Make the path of a model for which :meth:`why_not` returns None.
+        """Make the path for a model.
 
-        ``eager`` computes all forwards of the model."""
+        Args:
+            context: the model and its settings; :meth:`why_not` has returned None for them.
+            eager: the model's eager path, which can compute every forward.
+        """
 
     @classmethod
     def why_not(cls, facts: Facts, config: SLOSpecConfig) -> str | None:
-        """Return why the path is not used for such a model; None if it is.
+        """Return why the path cannot be used for a model; None if it can.
 
-        ``config``: the settings in force, see :class:`Resolution`."""
+        Args:
+            facts: properties of the model.
+            config: settings as changed by :func:`resolve_paths`, see :class:`Resolution`.
+        """
         return None
 
     def run(self, inputs: ForwardInputs) -> Outputs | None:
-        """Stage K and V of all tokens and return the outputs; None: the next path computes them."""
+        """Stage K and V of all tokens and return the outputs; None if the next path has to compute
+        them.
+        """
         raise NotImplementedError
 
     def renew(self, version: ModelVersion) -> None:
-        """Take in changes of the model's weights and modules."""
+        """Update what the path made from the model's weights and modules, after they have
+        changed.
+        """
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it computes forwards now."""
+        """Return whether the path can compute forwards now; a compiler may still be at work."""
         return True
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of copies of weights."""
+        """Bytes of the path's copies of weights."""
         return 0
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Number of forwards that took longer than later ones of their size will."""
+        """Number of forwards so far with one-off costs, such as the capture of a CUDA graph."""
         return 0
 
     @property
     def num_padding_slots(self) -> int:
-        """Slots for padding that a pool has behind those of sequences."""
+        """Number of slots for padding tokens that a pool must have, in addition to the slots of
+        sequences.
+        """
         return 0
 
     def status(self, feature_layers: tuple[int, ...] = ()) -> str:
-        """Return the path of forwards with these hidden states: its name, or "eager" with why."""
+        """Return which path computes forwards that return the hidden states after
+        ``feature_layers``: this path's name, or "eager" and the reason.
+        """
         return self.name
 
     def measuring(self, pool: KVPool) -> AbstractContextManager[None]:
-        """Return a context for forwards of random tokens that are timed."""
+        """Return a context in which forwards are timed on tokens that belong to no request."""
         return nullcontext()
 
     def max_idle_bytes(self, pool: KVPool) -> int:
-        """Return the bytes up to which an idle pool is kept for this path; 0: nothing uses it."""
+        """Return the largest size in bytes of a pool that is kept idle for this path; 0: the path
+        needs none.
+        """
         return 0
 
     def num_draft_rows(self, num_requests: int) -> int | None:
-        """Return the rows, padding included, of a draft level of this many requests.
-
-        None: it may have any number."""
+        """Return the number of rows, padding included, that a draft level of this many requests
+        must have; None: it may have any number.
+        """
         return None
 
 
@@ -168,19 +195,24 @@ class ForwardPath:
 class Resolution:
     """Which forward paths a model uses, and with which settings."""
 
-    # The settings in force: attention, prepack, fused_layers, compile and cuda_graphs may differ
-    # from those that were asked for.
+    # Settings in force: prepack, fused_layers, compile and cuda_graphs may differ from the user's
+    # settings.
     config: SLOSpecConfig
-    paths: tuple[str, ...]  # names in the order in which they are tried; the last computes all
-    why_not: Mapping[str, str]  # by name of the paths that are left out
+    # Names of paths, in the order in which they are tried; the last can compute every forward.
+    paths: tuple[str, ...]
+    why_not: Mapping[str, str]  # name of each path that is not used -> the reason
 
 
 def resolve_paths(config: SLOSpecConfig, facts: Facts) -> Resolution:
-    """Return the forward paths of a model, for the settings that were asked for.
+    """Return the forward paths of a model, and the settings that are in force with them.
+
+    Args:
+        config: the user's settings.
+        facts: properties of the model.
 
     Raises:
-        UnsupportedOptionError: the model cannot be exact, or weights of several processes cannot
-            be prepacked.
+        UnsupportedOptionError: ``exact`` is not available for the model, or ``prepack`` was asked
+            for and the model is split over processes.
     """
     changes: dict[str, Any] = {}
     if facts.num_ranks > 1:
@@ -190,7 +222,7 @@ def resolve_paths(config: SLOSpecConfig, facts: Facts) -> Resolution:
                 "process would choose kernels by its own times, and what different kernels draft "
                 "may differ; leave it out"
             )
-        # Captured collectives and fused layers of split weights are untested.
+        # CUDA graphs with collectives, and fused layers with split weights, are untested.
         changes = dict(prepack=False, fused_layers=False, cuda_graphs=False, compile=False)
     if config.exact is not None:
         if (why := next(_reasons_against_exact(facts, config), None)) is not None:
@@ -212,7 +244,9 @@ def resolve_paths(config: SLOSpecConfig, facts: Facts) -> Resolution:
 
 
 def _reasons_against_exact(facts: Facts, config: SLOSpecConfig) -> Iterator[str]:
-    """Yield why the bits of a token's logits may depend on the rest of its batch."""
+    """Yield the reasons why the bits of a token's logits may depend on the other tokens of the
+    batch.
+    """
     if facts.num_ranks > 1:
         yield "its weights are split over processes"
     if facts.device.type not in ("cpu", "cuda"):
@@ -239,12 +273,12 @@ _PATHS: dict[str, type[ForwardPath]] = {}
 
 
 def register_path(path: type[ForwardPath]) -> None:
-    """Let models use this path; it replaces one of the same name."""
+    """Register a path for all models; it replaces a registered path of the same name."""
     _PATHS[path.name] = path
 
 
 def registered_paths() -> list[type[ForwardPath]]:
-    """Return the paths of plugins and of other distributions, in their order."""
+    """Return the paths of plugins and of other distributions, in ascending ``order``."""
     load_plugins()
     for path in load_entry_points(ENTRY_POINTS):
         register_path(path)
@@ -254,5 +288,5 @@ def registered_paths() -> list[type[ForwardPath]]:
 def make_paths(
     resolution: Resolution, context: PathContext, eager: ForwardPath
 ) -> list[ForwardPath]:
-    """Return the paths of a model, of which ``eager`` is the last."""
+    """Make the paths of a model; the last one is ``eager``."""
     return [*(_PATHS[name](context, eager) for name in resolution.paths[:-1]), eager]

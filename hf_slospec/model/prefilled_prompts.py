@@ -1,5 +1,5 @@
-"""Prompts that only the model's own forward can process, each as a whole: with images or
-bidirectional attention.
+"""Prompts that packed forwards cannot process, so that the model's own forward prefills each as a
+whole: with images or bidirectional attention.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from hf_slospec.model.batch import SequenceStates
 class Prefilled(NamedTuple):
     """K/V, states and logits of one prompt, computed by the model's own forward."""
 
-    layers: list[
-        list[torch.Tensor]
-    ]  # K, V, index keys of all tokens but the last, [num_heads, length, dim]
-    length: int
-    position_offset: int  # later tokens' positions minus their indices
-    states: SequenceStates | None  # after all tokens but the last
-    logits: torch.Tensor | None  # [vocab], after the last token; None: that was not forwarded
-    # K, V, index keys of the last token, [num_heads, 1, dim], which then is not computed again, nor
-    # its logits; or None
+    # By layer: K, V and index keys (if the layer has an indexer) of all tokens but the last,
+    # [num_heads, length, dim] each.
+    layers: list[list[torch.Tensor]]
+    length: int  # number of tokens in ``layers``
+    position_offset: int  # positions of later tokens minus their indices
+    states: SequenceStates | None  # recurrent states after all tokens but the last
+    logits: torch.Tensor | None  # [vocab], after the last token; None: it was not forwarded
+    # By layer: K, V and index keys of the last token, [num_heads, 1, dim] each; they and ``logits``
+    # are used as they are. None: the last token is forwarded again.
     last: list[list[torch.Tensor]] | None = None
 
 
 def sees_later_tokens(model: Any) -> bool:
-    """Return whether a prompt's tokens attend to later ones, as in PaliGemma; new tokens never do."""
+    """Return whether prompt tokens attend to later prompt tokens, as in PaliGemma; new tokens never
+    do.
+    """
     return getattr(model.config.get_text_config(), "use_bidirectional_attention", None) in (
         True,
         "all",
@@ -37,16 +39,20 @@ def sees_later_tokens(model: Any) -> bool:
 
 
 def own_cache(model: Any) -> DynamicCache:
-    """Return an empty cache for one forward, which also keeps K/V outside of sliding windows."""
+    """Return an empty transformers cache for one sequence, which also keeps K/V outside of sliding
+    windows.
+    """
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     if not any(cache.is_linear):
-        # The window of the last token, forwarded again, begins earlier
+        # The last token is forwarded again, and its window begins before the one that is kept.
         cache.activate_past_recording()
     return cache
 
 
 def cached_layers(cache: Any) -> list[Any]:
-    """Return the layers of a transformers cache that hold K and V."""
+    """Return the layers of a transformers cache that hold K and V; layers with recurrent states are
+    left out.
+    """
     return [
         layer for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None
     ]
@@ -55,12 +61,15 @@ def cached_layers(cache: Any) -> list[Any]:
 def cached_tensors(
     cache: Any, row: int, columns: torch.Tensor, num_cached: int
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield every layer's K, V and index keys (if it has an indexer) of one row, [num_heads,
-    num_held, dim] each.
+    """Yield each layer's K, V and index keys (if it has an indexer) of some tokens of one row,
+    [num_heads, num_held, dim] each.
 
     Args:
-        columns: [num_columns] int64, which of the ``num_cached`` tokens; a layer with a sliding
-            window may hold only the last of them.
+        cache: a transformers cache.
+        row: index in the batch.
+        columns: [num_columns] int64, indices of the tokens. A layer with a sliding window may hold
+            only the last of them, so that num_held is smaller than num_columns.
+        num_cached: number of tokens that the cache has seen.
     """
     for layer in cached_layers(cache):
         index_keys = getattr(layer, "indexer_keys", None)
@@ -73,8 +82,8 @@ def cached_tensors(
 
 
 def _columns(tensor: torch.Tensor, columns: torch.Tensor, num_cached: int) -> torch.Tensor:
-    """Return columns of [num_heads, num_held, dim], which may lack the first ones or have spare
-    ones.
+    """Return the columns of [num_heads, num_held, dim] for these tokens. The tensor may lack the
+    first tokens, or have spare columns at its end.
     """
     held = tensor[:, :num_cached]
     dropped = num_cached - held.shape[1]

@@ -1,4 +1,6 @@
-"""Probe of a model: refuses what packed forwards cannot run, and finds what the layers cache."""
+"""Probe of a model: forwards of one token that find out what each layer caches and attends to;
+refuses models that packed forwards cannot run.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ from hf_slospec.model.properties import (
 )
 from hf_slospec.model.whose_code import is_compiled
 
-NO_MIXING = {"mlp", "moe"}  # types of layers that process each token alone, and so keep nothing
+NO_MIXING = {"mlp", "moe"}  # types of layers that process each token alone, and cache nothing
 
 
 def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> None:
-    """Raise UnsupportedModelError if stock decoding's cache drops K/V that its prefill may see."""
+    """Raise UnsupportedModelError if the cache of stock decoding drops K/V that its prefill attends
+    to.
+    """
     cached = DynamicCache(config=model.config.get_text_config()).layers
     for layer, reach in reaches.items():
         num_kept = getattr(cached[layer], "sliding_window", None) if layer < len(cached) else None
@@ -47,36 +51,42 @@ def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> Non
 
 
 class InterfaceProbe(AttentionHook):
-    """Hook of one forward of one token, which records what each layer caches and attends to."""
+    """Hook for one forward of one token that records what each layer caches and attends to."""
 
     is_initialized = False
 
     def __init__(self, position_ids: torch.Tensor) -> None:
         self.positions = Positions(position_ids)
-        self.stateful = set[int]()  # layers that ask for a state
-        self._shapes: dict[int, LayerShape] = {}
-        self._windows: dict[int, int | None] = {}  # passed to the attention function, by layer
-        self._latent: set[int] = set()  # layers that expand what they cached into K and V
+        self.stateful = set[int]()  # indices of layers that ask for a recurrent state
+        self._shapes: dict[int, LayerShape] = {}  # by layer index
+        # Layer index -> sliding window that was passed to the attention function.
+        self._windows: dict[int, int | None] = {}
+        # Indices of layers with latent attention, which expand what they cached into K and V.
+        self._latent: set[int] = set()
+        # A layer attends with a mask that was neither passed to the model nor built by build_mask.
         self._has_own_mask = False
+        # A layer with latent attention attends twice to tensors that it has cached once.
         self._attends_again = False
-        self._counting: set[int] = set()  # layers that ask for the number of cached tokens
-        self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # layer, K, V
-        # Masks that the model built by transformers.
+        self._counting: set[int] = set()  # indices of layers that ask for the cache's length
+        self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (layer index, K, V)
+        # Masks returned by build_mask, with their windows and chunks.
         self._built: list[tuple[torch.Tensor, Reach | None]] = []
-        # What these masks show, by layer; None: neither a window nor chunks.
+        # Layer index -> window or chunk of its mask; None: the mask is of another kind.
         self.reaches: dict[int, Reach | None] = {}
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the number of keys, and the index of the first one."""
+        """Return the number of keys and the index of the first key, which transformers asks for to
+        build masks.
+        """
         return query_length, 0
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
-        """Return 0, as nothing is cached before."""
+        """Return the number of cached tokens before the forward, 0."""
         return 0
 
     def build_mask(self, name: str, plain: Callable[..., Any], **options: Any) -> torch.Tensor:
-        """Return a new mask, whose address tells which mask a layer attends with; its values are
-        not read.
+        """Return a new mask with a distinct address, by which ``attend`` recognises it. Its values
+        are not read.
         """
         mask_function = options["mask_function"]
         check_mask_function(mask_function)
@@ -85,7 +95,7 @@ class InterfaceProbe(AttentionHook):
         return mask
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Record the layer that asks, and return 0."""
+        """Record that the layer asks for the number of cached tokens, and return 0."""
         if layer_idx is not None:
             self._counting.add(layer_idx)
         return 0
@@ -93,7 +103,13 @@ class InterfaceProbe(AttentionHook):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the shapes of a layer's K and V, each [1, num_kv_heads, 1, dim], and return them."""
+        """Record the shapes of a layer's K and V, and return them unchanged.
+
+        Args:
+            key: [1, num_kv_heads, 1, dim].
+            value: [1, num_kv_heads, 1, value_dim].
+            layer_idx: index of the layer in the model.
+        """
         self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value))
         self._cached.append((layer_idx, key, value))
         return key, value
@@ -107,35 +123,38 @@ class InterfaceProbe(AttentionHook):
         mask: torch.Tensor | None,
         plain: PlainAttention,
     ) -> torch.Tensor:
-        """Record what a layer attends with; return its attention, [1, 1, num_heads, value_dim]."""
+        """Record a layer's window and mask, and return its attention.  -> [1, 1, num_heads,
+        value_dim]
+        """
         layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
         if layer is None and self._cached:
             layer = self._cached[-1][0]
             self._attends_again |= layer in self._windows
-            self._latent.add(layer)  # its K and V were computed from what it has just cached
-        if layer is not None:  # layers that share K and V share the window
+            self._latent.add(layer)  # K and V were computed from the tensors it has just cached
+        if layer is not None:  # of layers that share K and V, the first one's window counts
             self._windows.setdefault(layer, rules.window)
         if layer is not None and mask is not None:
             for built, reach in self._built:
-                if mask.data_ptr() == built.data_ptr():  # suffices, as masks have one element
+                if mask.data_ptr() == built.data_ptr():  # equal addresses: it is this mask
                     self.reaches.setdefault(layer, reach)
         self._has_own_mask |= mask is not None and (
             mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE
         )
-        # A single token attends to itself only, so its attention is its value, repeated for the
-        # query heads of a group.
+        # The single token attends to itself only, so the output is its V, repeated for the query
+        # heads that share a KV head.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
     def layers(self, model: Any, reaches: Mapping[int, Reach | None]) -> list[AttentionLayer]:
-        """Return the layers that attend, by index; some of them may keep a state, too.
+        """Return the attention layers in the order of their indices, including layers that also
+        keep a recurrent state.
 
         Args:
             model: the probed model.
-            reaches: window or chunk of the layers that attend with masks of transformers; those of
-                other layers are read from their calls and the config.
+            reaches: by layer, window or chunk of layers whose masks transformers builds; for other
+                layers, they are taken from the recorded calls and the config.
 
         Raises:
-            UnsupportedModelError: recorded calls cannot be packed.
+            UnsupportedModelError: the model attends or caches in a form that cannot be packed.
         """
         indices = sorted(self._shapes)
         num_layers = max([*self._shapes, *self.stateful], default=-1) + 1
@@ -177,8 +196,8 @@ class InterfaceProbe(AttentionHook):
         ]
 
     def _declared_reach(self, model: Any, layer: int) -> Reach:
-        """Return the layer's sliding window: the one passed to its attention function, or else the
-        config's.
+        """Return the sliding window of a layer whose mask does not show it: the window passed to
+        the attention function or, if there is none, the config's.
         """
         kinds = layer_types(model)
         declared = getattr(model.config.get_text_config(), "sliding_window", None)
@@ -206,17 +225,20 @@ def probed(
     new_probe: Callable[[torch.Tensor], Probe],
     hook_of: Callable[[Probe], AttentionHook] = lambda probe: probe,
 ) -> tuple[list[AttentionLayer], Probe]:
-    """Return the layers that attend, as seen in two forwards of one token, and the probe of the
-    first.
+    """Probe a model by two forwards of one token; return its attention layers and the first
+    forward's probe.
 
-    The first forward has no masks, the second those of transformers.
+    The first forward runs without masks, the second with the masks that transformers builds.
 
     Args:
-        ids: the token, [1, 1] int64, which is its position, too.
-        hook_of: returns the hook of a forward, by its probe.
+        model: the model to probe.
+        ids: the token, [1, 1] int64; it is also used as its position.
+        new_probe: makes the probe of a forward.
+        hook_of: returns the hook of a forward for its probe.
 
     Raises:
-        UnsupportedModelError: the forward failed, or recorded calls cannot be packed.
+        UnsupportedModelError: the forward failed, or the model attends or caches in a form that
+            cannot be packed.
     """
     with refused_if_it_fails(model):
         probe = new_probe(ids)
@@ -240,7 +262,7 @@ def refuse_by_declaration(model: Any) -> None:
             f"{name} has an active aLoRA adapter, which changes layers from its invocation tokens on only; use plain "
             "LoRA, disable the adapter, or call generate without slo_tpot"
         )
-    # is_decoder=False turns models of some families into encoders; other families ignore it.
+    # is_decoder=False turns some kinds of models into encoders; others ignore it.
     is_whole = getattr(model.config, "is_encoder_decoder", False)
     is_encoder = not is_whole and getattr(model.config, "is_decoder", None) is False
     if is_encoder and any(
@@ -257,7 +279,9 @@ def refuse_by_declaration(model: Any) -> None:
 
 
 def _is_activated_lora(module: Any) -> bool:
-    """Return whether a layer of PEFT has an adapter in use that begins at its invocation tokens."""
+    """Return whether a PEFT layer has an active aLoRA adapter, which changes only tokens after its
+    invocation tokens.
+    """
     variants = getattr(module, "lora_variant", None) or {}
     names = [] if not variants or module.disable_adapters else module.active_adapters
     return any(

@@ -1,4 +1,6 @@
-"""Properties of a model that packed forwards need, errors that refuse a model, and errors of logits."""
+"""Properties of a model that packed forwards depend on (cache argument, positions, vocabulary,
+masks, autocast), the errors that refuse a model, and comparison of logits.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,36 @@ from hf_slospec.forks import undone
 from hf_slospec.model.memory import DEVICE_ERRORS, is_out_of_memory
 from hf_slospec.model.overrides import all_modules, container_kind, items_of
 
+# Names that models give the argument that takes the cache.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-# The name that this transformers' own functions, layers and outputs have for it.
+# The name that the installed version of transformers uses in its own layers and outputs.
 CACHE_NAME: str = next(
     name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__dataclass_fields__
 )
 
 
 def cache_option(cache: Any, model: Any = None) -> dict[str, Any]:
-    """Return a cache as keyword argument of a model's forward, or of a layer's without a model."""
+    """Return a cache as keyword argument of a forward.
+
+    Args:
+        cache: the cache.
+        model: the model that is called; None: a layer is called.
+    """
     names = () if model is None else argument_names(model)
     return {next((name for name in CACHE_NAMES if name in names), CACHE_NAME): cache}
 
 
 def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return name and value of the cache among keyword arguments; the value is None if there is
-    none.
+    """Return name and value of the cache argument in a call; the value is None if no cache is
+    passed.
     """
     pairs = [(name, arguments[name]) for name in CACHE_NAMES if arguments.get(name) is not None]
     return pairs[0] if pairs else (CACHE_NAME, None)
 
 
-# Settings that say nothing of a model: packed forwards replace implementations, trainers switch
-# `use_cache` off, and transformers itself does not save the rest.
+# Config settings that do not identify a model: attention and expert implementations, which packed
+# forwards replace, `use_cache`, which trainers switch off, and settings that transformers does not
+# save.
 UNREAD = {
     "_name_or_path",
     "transformers_version",
@@ -58,6 +67,7 @@ UNREAD = {
     "distributed_config",
     "ignore_keys_at_rope_validation",
 }
+# Errors that a model's forward may raise if it cannot process a packed batch.
 FORWARD_ERRORS = (
     TypeError,
     AttributeError,
@@ -69,19 +79,23 @@ FORWARD_ERRORS = (
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """Return the settings of a config that identify the model, without its path and defaults of
-    calls.
+    """Return the settings of a config that identify the model: all but those in UNREAD, such as its
+    path.
 
-    The values can be compared and written as JSON. Objects that are neither plain values nor of
-    transformers' classes are described by their identity.
+    The values can be compared and written as JSON. Objects that are neither plain values nor of a
+    class of transformers are described by their id.
     """
     values: dict[str, Any] = _described(config)
     return values
 
 
 def _described(value: Any, holders: tuple[int, ...] = ()) -> Any:
-    """Return a config or a value inside it as JSON data; ``holders`` are the ids of the containers
-    around it, which it may hold itself.
+    """Convert a config, or a value in it, to JSON data.
+
+    Args:
+        value: the config or value.
+        holders: ids of the containers around the value; a value that is one of them is described by
+            its id.
     """
     kind = type(value)
     container = container_kind(value)
@@ -109,8 +123,8 @@ def vocab_size(model: Any) -> int:
 
 
 def num_embeddings(model: Any) -> int:
-    """Return the rows of the table that embeds the tokens of outputs, which may be more than the
-    config says.
+    """Return the number of rows of the decoder's embedding table, which may exceed the config's
+    vocabulary size.
     """
     decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else None
     table = getattr(decoder, "embed_tokens", None)
@@ -123,7 +137,9 @@ def trained_len(model: Any) -> int | None:
 
 
 def check_embeds_tokens(model: Any) -> None:
-    """Raise UnsupportedModelError unless the model has one table that embeds its tokens."""
+    """Raise UnsupportedModelError unless the model embeds all input tokens by one embedding
+    table.
+    """
     try:
         embeddings = model.get_input_embeddings()
     except NotImplementedError:
@@ -136,8 +152,8 @@ def check_embeds_tokens(model: Any) -> None:
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device of the input embeddings; if they are offloaded, the device on which they
-    are executed.
+    """Return the device that input tokens must be on: the input embeddings' device or, if they are
+    offloaded, the device on which they are executed.
     """
     embeddings = model.get_input_embeddings()
     device: torch.device = embeddings.weight.device
@@ -148,8 +164,8 @@ def input_device(model: Any) -> torch.device:
 
 
 def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the positions as an argument of the model's forward; nothing if it takes none and
-    counts tokens itself.
+    """Return the positions as keyword argument of the model's forward; {} if its forward takes no
+    positions.
     """
     names = [
         name for name in ("decoder_position_ids", "position_ids") if name in argument_names(model)
@@ -158,15 +174,15 @@ def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torc
 
 
 def takes_position_ids(model: Any) -> bool:
-    """Return whether the model's forward names positions of its tokens, which stock ``generate``
-    then gives to it.
+    """Return whether the model's forward takes position ids, so that stock ``generate`` passes
+    them.
     """
     return bool(given_position_ids(model, torch.empty(0, device="cpu")))
 
 
 def attends_to_encoder(model: Any) -> bool:
-    """Return whether the model is an encoder-decoder, or a decoder that takes the outputs of
-    another one's encoder.
+    """Return whether the model attends to an encoder: an encoder-decoder, or a decoder that takes
+    the outputs of a separate encoder.
     """
     return "encoder_outputs" in argument_names(model)
 
@@ -181,16 +197,14 @@ def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def hidden_states(outputs: Any, layers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the hidden states after these layers, concatenated.  -> [num_tokens, num_layers *
-    hidden]
-    """
+    """Concatenate the hidden states after these layers.  -> [num_tokens, num_layers * hidden]"""
     return torch.cat([outputs.hidden_states[layer][0].to(device) for layer in layers], dim=-1)
 
 
 @contextlib.contextmanager
 def refused_if_it_fails(model: Any) -> Iterator[None]:
-    """Raise UnsupportedModelError if the model's forward fails inside this context; device errors
-    pass through.
+    """Context manager that raises UnsupportedModelError if the model's forward fails in it. Errors
+    of the device, such as out of memory, pass through.
     """
     try:
         yield
@@ -205,13 +219,13 @@ def refused_if_it_fails(model: Any) -> Iterator[None]:
 
 
 def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
-    """Return the error that refuses a model by its class name."""
+    """Return the error that refuses a model, with the name of its class."""
     return UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
 
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Set all modules to evaluation mode inside this context: dropout would also draw from the
+    """Context manager in which all modules are in evaluation mode: dropout would also draw from the
     global generator.
     """
     training: list[Any] = [module for module in all_modules(model) if module.training]
@@ -227,15 +241,15 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype in which autocast computes products in this thread now; None if it is off."""
+    """Return the dtype of autocast in the current thread; None if autocast is off."""
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_on else None
 
 
 @contextlib.contextmanager
 def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
-    """Yield a function that returns the autocast dtype of the model's last forward inside this
-    context.
+    """Context manager that yields a function, which returns the autocast dtype of the model's last
+    forward in this context.
 
     ``Accelerator.prepare`` replaces a model's forward by one that turns autocast on.
     """
@@ -253,29 +267,29 @@ def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
 
 
 def layer_types(model: Any) -> list[str]:
-    """Return the type of each layer in the model's config; empty if it has none."""
+    """Return the config's type of each layer (``layer_types``); empty if the config has none."""
     return list(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
 def is_reached(window: int | None, model: Any) -> bool:
-    """Return whether sequences may get longer than the window, in tokens."""
+    """Return whether sequences of the model may be longer than ``window`` tokens."""
     max_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return bool(window and (max_len is None or window < max_len))
 
 
-FAR = 1 << 20  # positions; in place of the size where a mask has no window or chunk
+FAR = 1 << 20  # positions; takes the place of the size for masks without window or chunk
 
 
 class Reach(NamedTuple):
-    """Limits of causal attention, in positions; None: no limit."""
+    """Limits of causal attention, in positions; None: unlimited."""
 
     window: int | None = None
     chunk: int | None = None
 
 
 class _OnHost(TorchDispatchMode):
-    """Context in which operators compute on the host: on a GPU, an index beyond a tensor ends the
-    process's context.
+    """Mode in which all operators compute on the CPU: on a GPU, an index beyond a tensor's end
+    would end the process's CUDA context.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -285,13 +299,15 @@ class _OnHost(TorchDispatchMode):
 
 
 def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None) -> Reach | None:
-    """Return the reach of a mask, read from its values where windows and chunks of this size
-    differ.
+    """Return the window or chunk size of a mask.
+
+    It is found from the mask's values at positions where full causal attention, a sliding window
+    and chunks of ``local_size`` differ.
 
     Args:
-        mask_function: one of transformers.masking_utils, of broadcasting indices of rows, heads,
-            queries and keys.
-        local_size: window or chunk in positions, None if the mask has none.
+        mask_function: mask function of transformers.masking_utils; takes broadcasting indices of
+            rows, heads, queries and keys.
+        local_size: size of the window or chunk in positions; None if the mask has none.
 
     Returns:
         None if the mask is neither causal, nor a sliding window, nor chunked.
@@ -307,7 +323,7 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
             allowed = mask_function(first, first, queries[None, None], keys[None, None]).reshape(
                 queries.shape[0], -1
             )
-    except IndexError:  # the function reads tokens of a batch
+    except IndexError:  # the function reads the tokens of a batch, which there are none of here
         return None
     causal = keys <= queries
     candidates = {Reach(): causal}
@@ -317,25 +333,27 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
     return next((reach for reach, mask in candidates.items() if torch.equal(mask, allowed)), None)
 
 
-# Relative errors of a node's logits: above rounding, and far below the error of attending to a
-# wrong token.
+# Largest accepted relative error of a node's logits, in fp32 and in lower precisions: more than
+# rounding causes, and far less than attending to a wrong token causes.
 TOLERANCE = 5e-3
 REDUCED_TOLERANCE = 0.1
 
 
 def relative_error(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Return the relative error of each token's centred logits.  -> [num_tokens] f64"""
+    """Return the relative error of each token's logits, after their mean is subtracted.  ->
+    [num_tokens] f64
+    """
     ours, plain = (
         logits.double() - logits.double().mean(-1, keepdim=True) for logits in (ours, plain)
     )
-    # A token without an embedding may have equal logits for all tokens.
+    # Avoids a division by 0: a token whose embedding is zero may have equal logits for all tokens.
     smallest = torch.finfo(plain.dtype).tiny
     errors: torch.Tensor = (ours - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=smallest)
     return errors
 
 
 def tolerance_in(dtypes: Iterable[torch.dtype]) -> float:
-    """Return the relative error of logits that rounding may cause in layers of these dtypes."""
+    """Return the largest relative error of logits that is accepted for layers of these dtypes."""
     return (
         TOLERANCE if all(torch.finfo(dtype).bits >= 32 for dtype in dtypes) else REDUCED_TOLERANCE
     )

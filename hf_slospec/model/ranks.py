@@ -1,4 +1,4 @@
-"""The processes that run a model: one, or those that a plugin for split models adds."""
+"""The processes ("ranks") that run a model: a single one here; a plugin adds tensor parallelism."""
 
 from __future__ import annotations
 
@@ -19,29 +19,33 @@ T = TypeVar("T")
 
 
 class Follower(Protocol):
-    """Part of a batcher in a process that repeats what the first process decides."""
+    """The batcher's counterpart in a rank that repeats what the first rank's batcher decides."""
 
     @property
     def is_running(self) -> bool:
-        """Return whether it follows the first process."""
+        """Return whether this process follows the first rank."""
 
     def start(self) -> None:
-        """Start to follow, unless it does; the first process must start its batcher."""
+        """Start to follow the first rank, which must start its batcher; do nothing if already
+        following.
+        """
 
     def stop(self, drain: bool, timeout: float | None) -> None:
-        """Wait until the first process stops its batcher."""
+        """Wait until the first rank stops its batcher."""
 
     def refuse(self) -> NoReturn:
-        """Raise NotRunningError, as there is no batcher in this process."""
+        """Raise NotRunningError, as requests can be submitted in the first rank only."""
 
 
 class Ranks:
-    """The ranks of a model that one process runs, and what several have to share.
+    """The ranks of a model that a single process runs; base of the ranks of split models.
 
-    Ranks measure different times; the first rank's clock counts for all. While they are led, the
-    first rank decides alone, and the others repeat the forwards that it orders."""
+    Ranks must take equal decisions although they measure different times, so the first rank's clock
+    counts for all. While a batcher runs (``is_led``), the first rank decides alone, and the other
+    ranks repeat the forwards that it orders.
+    """
 
-    number = 1  # of processes
+    number = 1  # number of processes
 
     @property
     def is_led(self) -> bool:
@@ -50,17 +54,18 @@ class Ranks:
 
     @property
     def num_deciding(self) -> int:
-        """Number of processes that take decisions, which have to be the same."""
+        """Number of processes that take decisions, which have to be equal."""
         return 1 if self.is_led else self.number
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the process whose clock counts, and that leads."""
+        """Return whether this process is the first rank, whose clock counts and which leads."""
         return True
 
     def with_draft(self, draft: torch.nn.Module) -> Ranks:
-        """Return these ranks, checked for a draft: each runs the whole of it, or all run one that
-        is split over them.
+        """Check that a draft can be used in these ranks, and return the draft's ranks.
+
+        Each rank may run a complete copy of the draft, or the draft is split over the same ranks.
 
         Raises:
             IncompatibleDraftError: the draft is split over other processes than the target.
@@ -69,56 +74,67 @@ class Ranks:
         return self
 
     def check_target(self, target: Ranks) -> None:
-        """Raise IncompatibleDraftError if a draft of these ranks cannot draft for ``target``'s."""
+        """Raise IncompatibleDraftError if a draft with these ranks cannot be used by a target with
+        ranks ``target``.
+        """
 
     def begin_to_lead(self) -> None:
-        """Let the first rank decide alone from now on; all ranks must call this, as for
-        :meth:`end_leading`.
+        """From now on only the first rank takes decisions, and the other ranks follow its orders.
+        Every rank must call this, and later :meth:`end_leading`.
         """
 
     def end_leading(self) -> None:
-        """Let all ranks decide again."""
+        """Let all ranks take decisions again, after :meth:`begin_to_lead`."""
 
     def clock(self) -> float:
-        """Return monotonic seconds of the first rank's clock, in all ranks that decide."""
+        """Return monotonic seconds of the first rank's clock; equal in all ranks that decide."""
         return time.perf_counter()
 
     def first(self, value: T) -> T:
-        """Return the first rank's value, which can be pickled, in all ranks that decide."""
+        """Return the first rank's value in all ranks that decide; it must be possible to
+        pickle it.
+        """
         return value
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set in any of the ranks that decide."""
+        """Return whether the flag is True in any of the ranks that decide."""
         return flag if self.is_led else not self.least(not flag)
 
     def least(self, value: int) -> int:
-        """Return the least value of all ranks."""
+        """Return the minimum of all ranks' values."""
         return value
 
     def check_equal(self, work: Sequence[Sequence[int]]) -> None:
-        """Raise InvalidInputError in all ranks unless they are about to compute the same."""
+        """Raise InvalidInputError in all ranks unless ``work``, the tokens that a rank is about to
+        compute, is equal in all of them.
+        """
 
     def check_draft(self, speculator: Speculator) -> None:
-        """Raise UnsupportedOptionError for a draft that the batcher's first process cannot run."""
+        """Raise UnsupportedOptionError if the batcher's first rank cannot run the speculator's
+        draft model by itself.
+        """
 
     def new_target(self, speculator: Speculator, *arguments: Any) -> PackedTarget:
-        """Return the batcher's target in this process; see :meth:`Speculator.new_target`."""
+        """Return the target that the batcher uses in this process; see
+        :meth:`Speculator.new_target`.
+        """
         return speculator.new_target(*arguments)
 
     def new_follower(self, *arguments: Any) -> Follower:
-        """Return the batcher's part in a process that is not the first."""
+        """Return the batcher's counterpart for a process that is not the first rank."""
         raise NotImplementedError
 
 
-# Returns the ranks over which a model is split, None if it is not; of a plugin.
+# Functions that plugins add: each takes a model and returns the ranks over which it is split; None
+# if it is not split.
 split_ranks: list[Callable[[torch.nn.Module], Ranks | None]] = []
 
 
 def ranks_of(model: torch.nn.Module) -> Ranks:
-    """Return the ranks over which transformers has split a model.
+    """Return the ranks that run a model: several if transformers has split it over processes.
 
     Raises:
-        UnsupportedModelError: it is split by something other than tensor parallelism.
+        UnsupportedModelError: the model is split by something other than tensor parallelism.
     """
     load_plugins()
     for find in split_ranks:
@@ -133,8 +149,8 @@ def ranks_of(model: torch.nn.Module) -> Ranks:
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as an ordinary tensor, gathered from all processes if it is split; all of
-    them must call this.
+    """Return a weight as an ordinary tensor. If it is split over ranks, it is gathered, and every
+    rank must call this.
     """
     gathered: torch.Tensor = weight if mesh_of(weight) is None else weight.full_tensor()  # type: ignore[attr-defined]
     return gathered

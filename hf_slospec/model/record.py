@@ -8,26 +8,28 @@ import torch
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities of a committed token and of the most probable ones at its position, before
-    any processor.
+    """Log probabilities of a committed token and of the most probable tokens at its position,
+    computed before logits processors.
     """
 
     logprob: float
-    top: list[tuple[int, float]]  # token and log probability, best first
+    top: list[tuple[int, float]]  # (token, log probability), most probable first
 
 
 class Record:
-    """Logits, processed scores and log probabilities of committed tokens, if they are requested."""
+    """Recorder of logits, processed scores and log probabilities of committed tokens, as far as
+    requested.
+    """
 
     def __init__(self, num_rows: int, config: Any):
         wanted = {"logits": config.output_logits, "scores": config.output_scores}
-        # By name, row and position, [vocab] each.
+        # "logits" or "scores" -> by row, by position: [vocab].
         self._rows: dict[str, list[list[torch.Tensor]]] = {
             name: [[] for _ in range(num_rows)]
             for name, is_wanted in wanted.items()
             if is_wanted and config.return_dict_in_generate
         }
-        # Most probable tokens to record per position; None: no log probabilities.
+        # Number of most probable tokens to record per position; None: record no log probabilities.
         self.num_top: int | None = None
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_rows)]
 
@@ -48,7 +50,9 @@ class Record:
             self.logprobs[row].append(TokenLogprobs(float(logprobs[token]), list(pairs)))
 
     def unshared(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits that processors may write into: a copy if log probabilities are recorded."""
+        """Return logits that processors may write into; a copy if log probabilities are
+        recorded.
+        """
         return logits if self.num_top is None else logits.clone()
 
     def scores_of(self, row: int) -> tuple[torch.Tensor, ...] | None:

@@ -1,5 +1,5 @@
-"""Choice of tokens exactly as in transformers' ``generate``, for tree nodes and with rows in any
-order.
+"""Choice of tokens exactly as in transformers' ``generate`` (greedy or sampled, after logits
+processors), for nodes of draft trees and for rows that progress at different speeds.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
-# input_ids [1, length] int64 (None if it is never read), scores [num_nodes, vocab] f32 -> scores,
-# same shape
+# Logits processor: (input_ids [1, length] int64, or None if the processor does not read it,
+# scores [num_nodes, vocab] f32) -> scores of the same shape
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
-# Choices on the device, [num_choices] int64, and a function that returns choosers when the host has
-# read the choices.
+# Choices that the device may still be computing, [num_choices] int64, and a function that takes
+# them on the host and returns one chooser per request.
 PendingChoices = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
 NO_CHOICES = torch.empty(0, dtype=torch.int64, device="cpu")
 
-MAX_BATCHED_LOGITS = (
-    2**20
-)  # logits per step; if there are more, a CPU processes only the nodes that are reached
+# Logits per step. If there are more, a CPU applies processors only to the nodes that the accepted
+# path reaches, one after the other, instead of to all nodes at once.
+MAX_BATCHED_LOGITS = 2**20
 
 
 class DoubledSums(TorchFunctionMode):
-    """Computes running sums of one row as those of two while it is entered.
+    """Mode in which ``torch.cumsum`` of a single row is computed on two copies of the row.
 
-    On CUDA, the order in which torch adds up a single row changes from run to run; that of two rows
-    is fixed."""
+    On CUDA, the order in which torch adds up a single row changes from run to run; with two rows,
+    it is fixed."""
 
     def __torch_function__(
         self,
@@ -48,7 +48,7 @@ class DoubledSums(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch, running sums along the last dimension of two rows."""
+        """Call a function of torch; ``cumsum`` of one row is computed on two copies of it."""
         is_sum = function in (torch.cumsum, torch.Tensor.cumsum) and args
         if is_sum and args[0].ndim == 2 and len(args[0]) == 1:
             return function(torch.cat((args[0], args[0])), *args[1:], **(kwargs or {}))[:1]
@@ -56,8 +56,8 @@ class DoubledSums(TorchFunctionMode):
 
 
 class StockSampler:
-    """Greedy or sampling choice for one call's rows, after the call's logits processors, as in
-    ``generate``.
+    """Chooses tokens for the rows of one ``generate`` call as ``generate`` does: greedy or sampled,
+    after the call's logits processors.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class StockSampler:
         is_exact: bool = False,
         has_callbacks: bool = False,
     ):
-        """Take the call's options; ``processors`` and ``prompts`` have one entry per row of the
-        batch.
+        """Take the call's options.
 
         Args:
+            processors: logits processors of each row of the batch.
             do_sample: sample; otherwise greedy.
-            prompts: token ids as processors get them, left padding included.
+            prompts: token ids of each row as processors get them, left padding included.
             device: device of scores and noise.
-            ignore_sequence: all rows have the same processors, none of these reads ``input_ids``,
+            ignore_sequence: all rows have the same processors, no processor reads ``input_ids``,
                 and no other code draws from the generator between two choices.
             record: takes the logits and scores of committed tokens.
-            seed: the noise is that after ``torch.manual_seed(seed)``; None: that of the global
-                generator.
+            seed: draw the noise as after ``torch.manual_seed(seed)``; None: draw it from the
+                global generator.
             sharing: number of samplers that share the memory for noise.
             is_exact: the bits of a row's scores must not depend on the other rows.
             has_callbacks: the user's code is called while tokens are chosen, see
@@ -109,7 +109,7 @@ class StockSampler:
             return _nothing_pending([])
         if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
-        # Elsewhere, sums may depend on the number of rows.
+        # On devices other than CPUs, the bits of sums may depend on the number of rows.
         is_together = logits.numel() <= MAX_BATCHED_LOGITS if logits.is_cpu else not self.is_exact
         if self.ignore_sequence and (is_together or not (self.processors[0] or self.do_sample)):
             return self._choose_together(requests, logits, trees)
@@ -123,7 +123,9 @@ class StockSampler:
         logits: torch.Tensor,
         trees: Sequence[TokenTree],
     ) -> PendingChoices:
-        """Choose for all nodes at once, as a choice depends on its node's logits and position only."""
+        """Choose for all nodes at once; to be called if a choice depends only on its node's logits
+        and position.
+        """
         raw = logits.to(device=self.device, dtype=torch.float32)
         scores = processed(self.processors[0], None, self.record.unshared(raw))
         if self.do_sample:
@@ -176,7 +178,14 @@ class StockSampler:
     def record_padding(
         self, request: Request, tokens: Sequence[int], logits: torch.Tensor, token: int
     ) -> None:
-        """Record the padding token after ``tokens``, whose logits are [vocab]."""
+        """Record a padding token of a row that has ended.
+
+        Args:
+            request: the row's request.
+            tokens: the tokens before the padding token.
+            logits: [vocab], after ``tokens``.
+            token: the padding token.
+        """
         self.record.add(request.params.row, *self._scores(request, tokens, logits), token)
 
     def _scores(
@@ -186,7 +195,7 @@ class StockSampler:
 
         Processors may have state: call this once per position, in order.
         """
-        # The order of sums depends on the address of a view, too.
+        # A copy, as the bits of sums also depend on where a view begins in memory.
         raw = logits[None].to(device=self.device, dtype=torch.float32, copy=self.is_exact)
         processors = self.processors[request.params.row]
         input_ids = self.input_ids(request, tokens) if processors else None
@@ -224,12 +233,12 @@ class StockSampler:
     def _drawn(
         self, scores: torch.Tensor, positions_and_rows: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Return the tokens that ``multinomial`` draws from scores; -1 where it would raise.  ->
+        """Return the tokens that ``torch.multinomial`` would draw; -1 where it would raise.  ->
         [num_drawn] int64
 
         Args:
-            scores: [num_drawn, vocab].
-            positions_and_rows: of each token, see :meth:`GeneratorNoise.rows`.
+            scores: [num_drawn, vocab], after processors.
+            positions_and_rows: position and row of each token, see :meth:`GeneratorNoise.rows`.
         """
         probs = scores.softmax(-1)
         self._noise = self._noise or GeneratorNoise(
@@ -239,21 +248,23 @@ class StockSampler:
         return torch.where(torch.isfinite(probs).all(-1), tokens, -1)
 
     def end(self, num_positions: int) -> None:
-        """Leave the global generator as ``generate`` does after ``num_positions`` tokens per row."""
+        """Set the global generator to its state after ``generate`` has drawn ``num_positions``
+        tokens per row.
+        """
         if self._noise is not None:
             self._noise.end(num_positions)
 
 
 def _greedy(logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
-    """Choose the most probable tokens, without processors."""
+    """Choose the most probable token after each node, without processors."""
     num_nodes = [tree.num_nodes for tree in trees]
     return logits.argmax(-1), lambda read: [each.__getitem__ for each in _split(read, num_nodes)]
 
 
 class RequestSamplers(dict[Request, StockSampler]):
-    """Samplers of requests of different calls; requests without one are greedy.
+    """Samplers by request, for requests of different calls; requests without a sampler are greedy.
 
-    An error in one sampler is raised by the choosers of its requests only.
+    An error in one sampler is raised only when the choosers of its requests are called.
     """
 
     def choose(
@@ -275,7 +286,7 @@ class RequestSamplers(dict[Request, StockSampler]):
                 pending.append(
                     sampler.choose([requests[i] for i in group], group_logits, group_trees)
                 )
-            except BaseException as error:  # the call's processors may raise any class
+            except BaseException as error:  # a user's processor may raise an error of any class
                 if is_out_of_memory(error):
                     raise
                 pending.append(_nothing_pending([functools.partial(_raise, error)] * len(group)))
@@ -292,7 +303,7 @@ class RequestSamplers(dict[Request, StockSampler]):
 
 
 def _nothing_pending(choosers: list[Chooser]) -> PendingChoices:
-    """Return pending choices for choosers that need nothing from the device."""
+    """Wrap choosers that do not wait for the device as pending choices."""
     return NO_CHOICES, lambda _: choosers
 
 
@@ -308,17 +319,17 @@ def _raise(error: BaseException, node: int) -> int:
 def processed(
     processors: Sequence[Processor], input_ids: torch.Tensor | None, raw: torch.Tensor
 ) -> torch.Tensor:
-    """Return raw scores after all processors.  -> [num_nodes, vocab] f32
+    """Apply all processors to the logits of nodes.  -> [num_nodes, vocab] f32
 
     Raises:
         InvalidInputError: a processor returns no scores, or scores of another shape.
     """
-    # Not a copy: if a processor writes into it, the logits that generate returns change, as in
-    # stock
+    # No copy: a processor that writes into the scores changes the logits that generate returns, as
+    # it does in stock generate.
     scores = raw
     for processor in processors:
         scores = processor(input_ids, scores)
-        # Fewer columns are fine, as in stock generate: the tokens behind them cannot be chosen.
+        # Fewer columns are allowed, as in stock generate: the missing tokens cannot be chosen.
         if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != len(raw):
             shape = getattr(scores, "shape", type(scores).__name__)
             raise InvalidInputError(
@@ -329,8 +340,12 @@ def processed(
 
 
 def check_unchanged(name: str, input_ids: torch.Tensor, token_ids: list[int]) -> None:
-    """Raise UnsupportedOptionError unless ``input_ids`` [1, length] still hold the tokens that a
-    callback was given.
+    """Raise UnsupportedOptionError if a callback has changed ``input_ids`` in place.
+
+    Args:
+        name: option that the callback was passed as, for the message.
+        input_ids: [1, length], as after the callback.
+        token_ids: the tokens that the callback was given.
     """
     if input_ids[0].tolist() != token_ids:
         raise UnsupportedOptionError(
@@ -344,7 +359,7 @@ def _choice(choices: list[int], node: int) -> int:
 
 
 def _checked(token: int) -> int:
-    """Return the token of a node that was reached, or raise if its distribution was invalid."""
+    """Return the token; raise RuntimeError if it is -1, which marks an invalid distribution."""
     if token < 0:
         raise RuntimeError(
             "probabilities for sampling contain inf or nan; check the model's logits and processors"

@@ -1,4 +1,6 @@
-"""K/V of requests: their slots in a model's cache, and reuse between requests that begin alike."""
+"""K/V of requests: reserves their slots in the model's cache, and reuses K/V between requests with
+the same first tokens (prefix caching).
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,24 @@ from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.tree_mask import chain
 
-NEVER = -1  # equals no version of a model
-MIN_SHARED = 16  # tokens; computing the K/V of fewer is faster than keeping or copying it
-FIRST_ROOM = 512  # new tokens for which a request has slots at first, if its prompt is shorter
-# Maximum number of prefixes if layers have states, each as large as the K/V of hundreds of tokens.
+NEVER = -1  # a weights_state that no model has: marks K/V that must not be reused
+# Tokens. A shorter common prefix is not reused: computing its K/V is faster than copying it.
+MIN_SHARED = 16
+# Tokens. A new request gets slots for as many new tokens as its prompt has, but at least this many.
+FIRST_ROOM = 512
+# Maximum number of kept prefixes of models with recurrent states: each prefix's states are as large
+# as the K/V of hundreds of tokens.
 KEPT_STATES = 16
 
 
 class Sequences:
-    """The requests of one engine in a model's K/V cache, which other engines may share.
+    """The requests of one engine and their sequences in a model's K/V cache, which other engines
+    may share.
 
-    K/V of finished requests is kept while there is room, for requests with the same first tokens: a
-    request takes a kept sequence over if it uses nearly all of it, and copies it otherwise. If
-    requests need the slots, the least recently used prefixes are evicted.
+    K/V of finished requests is kept while there is room ("kept prefixes"), for later requests with
+    the same first tokens. Such a request takes over the slots of a kept prefix if it uses nearly
+    all of its tokens, and copies the K/V otherwise. If running requests need the slots, the least
+    recently used prefixes are evicted.
 
     All methods but the constructor require the model's lock.
     """
@@ -43,10 +50,11 @@ class Sequences:
         """Begin without requests.
 
         Args:
+            packed: the model.
             max_nodes: maximum number of tree nodes of one request that are staged at a time.
             max_slots: maximum number of slots of all requests and kept prefixes; None: no limit.
-            max_kept: maximum number of tokens of kept prefixes; 0: requests share only while they
-                run; None: never.
+            max_kept: maximum number of tokens of kept prefixes. 0: only running requests share K/V;
+                None: requests never share K/V.
         """
         self.packed = packed
         self.max_nodes = max_nodes
@@ -56,23 +64,26 @@ class Sequences:
         self._by_request: dict[RequestTokens, CachedSequence] = {}
         self._withheld = set[RequestTokens]()  # requests whose K/V must not be reused
         self._kept = KeptPrefixes()
-        self._kept_state = 0  # weights_state of all kept prefixes
-        self.decided_state: int | None = None  # that on which several processes agreed
+        self._kept_state = 0  # weights_state at which the K/V of all kept prefixes was computed
+        # weights_state that the processes of a tensor-parallel model agreed on, if they did.
+        self.decided_state: int | None = None
 
     @property
     def weights_state(self) -> int:
-        """State of the model's weights; K/V of one is of no use in another."""
+        """Version counter of the model's weights; K/V computed at one value cannot be used at
+        another.
+        """
         return self.packed.version.weights if self.decided_state is None else self.decided_state
 
     @property
     def cache(self) -> KVCache:
-        """The model's cache, held from the first use until ``close``."""
+        """The model's K/V cache, referred to from the first use until ``close``."""
         if self._cache is None:
             self._cache = self.packed.kv_cache
         return self._cache
 
     def of(self, request: RequestTokens) -> CachedSequence:
-        """Return the sequence of a request that has slots."""
+        """Return the sequence of a request; it must have slots."""
         return self._by_request[request]
 
     def num_cached(self, request: RequestTokens) -> int:
@@ -85,12 +96,12 @@ class Sequences:
 
     @property
     def has_embeds(self) -> bool:
-        """Return whether a request has embeddings in place of those of its prompt's tokens."""
+        """Return whether the prompt of some request is given as embeddings instead of tokens."""
         return any(sequence.embeds is not None for sequence in self._by_request.values())
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is neither a request with K/V nor a kept prefix."""
+        """Return whether no request holds K/V and no prefix is kept."""
         return not (self._by_request or self._kept.num_tokens)
 
     @property
@@ -100,7 +111,7 @@ class Sequences:
 
     @property
     def num_kept(self) -> int:
-        """Tokens of kept prefixes."""
+        """Number of tokens of all kept prefixes."""
         return self._kept.num_tokens
 
     # ---- slots
@@ -108,16 +119,16 @@ class Sequences:
     def reserve(
         self, requests: Sequence[RequestTokens], num_nodes: Sequence[int] | None = None
     ) -> None:
-        """Reserve slots for one more step of these requests, while nothing is staged.
+        """Reserve slots for one more step of these requests; to be called while nothing is staged.
 
         ``max_new_tokens`` is often far more than a request emits, so a request starts with few
-        slots. When they are used up, it gets as many more as it has tokens. If slots are short,
-        each request has what this step needs, and an equal share of those that are left.
+        slots. When they are used up, it gets as many more as it has tokens. If there are too few
+        slots for that, each request gets the slots that this step needs and an equal share of the
+        remaining ones.
 
         Args:
-            requests: those of the step.
-            num_nodes: nodes of each request's tree, its root not counted; None: as many as it may
-                have.
+            requests: the requests that the step verifies.
+            num_nodes: nodes of each request's tree, its root not counted; None: ``max_nodes`` each.
 
         Raises:
             MemoryError: the step needs more than ``max_slots`` or more memory than is free. Nothing
@@ -151,7 +162,9 @@ class Sequences:
         return self._by_request[request].capacity if request in self._by_request else 0
 
     def _divide(self, needed: Mapping[RequestTokens, int], room: int) -> None:
-        """Give all requests the slots needed and up to ``room`` further ones; take others back."""
+        """Resize the slots of all requests: to those in ``needed``, plus up to ``room`` slots for
+        further tokens.
+        """
         capacities = {
             request: slots + min(request.num_left, room) for request, slots in needed.items()
         }
@@ -165,12 +178,14 @@ class Sequences:
             raise MemoryError(f"{needed} KV slots are needed, and there may be {self.max_slots}")
 
     def _first_capacity(self, request: RequestTokens) -> int:
-        """Return the slots for a request's tokens, some further ones, and one step's nodes."""
+        """Return the number of slots that a request gets at first: for its tokens, some new tokens
+        and one step's nodes.
+        """
         room = min(request.num_left, max(len(request.tokens), FIRST_ROOM))
         return len(request.tokens) + room + self.max_nodes
 
     def _provide(self, capacities: Mapping[RequestTokens, int]) -> None:
-        """Give requests ranges of at least these capacities, and move their K/V there."""
+        """Give requests ranges of at least these numbers of slots; their K/V is moved there."""
         more = {each: slots for each, slots in capacities.items() if self._capacity(each) < slots}
         if not more:
             return
@@ -179,7 +194,7 @@ class Sequences:
             needed = self.num_held + sum(more.values()) - sum(map(self._capacity, more))
             self._check_limit(needed)
             self._keep_at_most(limit - needed)
-            # Slots of other engines in the same pool do not count.
+            # The cache's limit includes the slots that other engines hold in the same pool.
             limit += self.cache.num_held - self.num_held - self._kept.num_tokens
         sequences = {request: self._by_request.get(request) or CachedSequence() for request in more}
         slots = {sequences[request]: slots for request, slots in more.items()}
@@ -205,20 +220,25 @@ class Sequences:
         sequence.num_padding = request.params.num_padding
 
     def _keep_at_most(self, num_tokens: float) -> None:
-        """Evict the least recently used prefixes until ``num_tokens`` tokens are left at most."""
+        """Evict the least recently used prefixes until the kept prefixes have at most
+        ``num_tokens`` tokens in total, and there are at most KEPT_STATES prefixes if the model has
+        recurrent states.
+        """
         max_prefixes = KEPT_STATES if self.packed.family.has_states else len(self._kept)
         for prefix in self._kept.evict(num_tokens, max_prefixes):
             self.cache.release(prefix.sequence)
 
     def release(self, request: RequestTokens, may_keep: bool = True) -> None:
-        """Keep the K/V of a finished request, if it has any that may be kept, or drop it."""
+        """Keep the K/V of a finished request as a prefix if ``may_keep`` and it can be reused, else
+        free its slots. Requests without slots are ignored.
+        """
         self._withheld.discard(request)
         sequence = self._by_request.pop(request, None)
         if sequence is None:
             return
         may_keep = may_keep and bool(self.max_kept) and request.error is None
         if may_keep and self._is_shareable(sequence):
-            # Without memory to update its states, it is not kept, and later requests take longer.
+            # Without memory to update the states, the K/V is freed; later requests prefill anew.
             tokens = request.tokens[: sequence.length]
             with contextlib.suppress(MemoryError), as_memory_error():
                 self._keep(KeptPrefix(request.params.cache_salt, tokens, sequence))
@@ -226,7 +246,9 @@ class Sequences:
         self.cache.release(sequence)
 
     def close(self) -> None:
-        """Release all requests and the cache, whose last user frees its memory unless graphs use it."""
+        """Release all requests and kept prefixes, and drop the reference to the cache. Its last
+        user frees its memory, unless CUDA graphs need it.
+        """
         for request in list(self._by_request):
             self.release(request, may_keep=False)
         self._keep_at_most(0)
@@ -235,7 +257,9 @@ class Sequences:
             self._cache = None
 
     def check(self, requests: Sequence[RequestTokens]) -> None:
-        """Raise AssertionError if a request but these holds slots, or two sequences share one."""
+        """Raise AssertionError if a request not among ``requests`` holds slots, or if two sequences
+        share a slot.
+        """
         assert self._by_request.keys() <= set(requests), "a request that is not running holds K/V"
         kept = (prefix.sequence for prefix in self._kept.by_age())
         sequences = {*self._by_request.values(), *kept}
@@ -245,13 +269,17 @@ class Sequences:
     # ---- reuse
 
     def withhold(self, request: RequestTokens) -> None:
-        """Keep the K/V of a request from reuse, as it depends on more than its tokens."""
+        """Exclude a request's K/V from reuse, as it depends on more than the request's tokens
+        (images).
+        """
         self._withheld.add(request)
         if request in self._by_request:
             self.of(request).weights_state = NEVER
 
     def num_reusable(self, request: RequestTokens) -> int:
-        """Return how many tokens :meth:`reuse` would find now; 0 for a request that has K/V."""
+        """Return the number of tokens whose K/V :meth:`reuse` would give now; 0 for a request that
+        has K/V.
+        """
         length = 0 if request in self._by_request else self._longest_match(request)[2]
         return length if length >= MIN_SHARED else 0
 
@@ -259,14 +287,14 @@ class Sequences:
         """Give a request the K/V of the sequence that shares the most leading tokens.
 
         Returns:
-            Number of the request's tokens whose K/V is cached now; never all, as the last one's
-            logits are needed.
+            Number of the request's tokens whose K/V is cached now. The last token is never among
+            them, as its logits are needed.
         """
         prefix, source, length = self._longest_match(request)
         if source is None or length < self.num_cached(request) + MIN_SHARED:
             return self.num_cached(request)
         if prefix is not None:
-            self._kept.touch(prefix)  # so that it is evicted last to make room for the request
+            self._kept.touch(prefix)  # so that making room for the request evicts it last
             is_most = source.length < length + MIN_SHARED
             needed = self.num_held + source.length + self._first_capacity(request)
             is_room = self.max_slots is None or needed <= self.max_slots
@@ -279,7 +307,12 @@ class Sequences:
     def _longest_match(
         self, request: RequestTokens
     ) -> tuple[KeptPrefix | None, CachedSequence | None, int]:
-        """Return the sequence that shares the most leading tokens, its prefix if kept, and how many."""
+        """Find the sequence that shares the most leading tokens with a request.
+
+        Returns:
+            Its kept prefix (None: it belongs to a running request), the sequence (None: no sequence
+                can be used), and the number of shared tokens.
+        """
         params = request.params
         if self.max_kept is None or not self._is_plain(len(params.prompt) + params.num_padding):
             return None, None, 0
@@ -296,7 +329,7 @@ class Sequences:
             if is_open and self._is_shareable(sequence):
                 length = min(num_common(other.tokens, wanted), sequence.length)
                 matches.append((None, sequence, length))
-        if self.packed.family.has_states:  # a state cannot be cut to fewer tokens
+        if self.packed.family.has_states:  # a state cannot be rolled back to fewer tokens
             matches = [match for match in matches if match[2] == match[1].length]
         return max(matches, key=lambda match: match[2], default=(None, None, 0))
 
@@ -310,7 +343,9 @@ class Sequences:
         )
 
     def _is_plain(self, length: int) -> bool:
-        """Return whether a prompt of this length gets the RoPE of shorter ones."""
+        """Return whether RoPE frequencies at this length are those of short sequences (see
+        LengthRope).
+        """
         return self.packed.rope.max_plain is None or length <= self.packed.rope.max_plain
 
     def _take_over(self, prefix: KeptPrefix, request: RequestTokens, length: int) -> None:
@@ -323,11 +358,13 @@ class Sequences:
         self._by_request[request] = sequence
 
     def _copy(self, source: CachedSequence, request: RequestTokens, length: int) -> None:
-        """Copy the K/V of the first ``length`` tokens, unless there is no room for both sequences."""
-        # The step that needs the room raises the error again.
+        """Copy the K/V of the first ``length`` tokens of a sequence to a request; do nothing if
+        there is no room for both.
+        """
+        # If the request's step needs more room than there is, that step raises MemoryError.
         with contextlib.suppress(MemoryError), as_memory_error():
             self.reserve([request])
-            if source.length >= length:  # it was not evicted to make room
+            if source.length >= length:  # making room has not evicted the source
                 self.cache.pool.copy(source, self.of(request), length)
 
     def _keep(self, prefix: KeptPrefix) -> None:
@@ -335,7 +372,7 @@ class Sequences:
             self._keep_at_most(0)
             self._kept_state = self.weights_state
         prefix.sequence.capacity = prefix.sequence.length
-        if prefix.sequence.states is not None:  # free what is staged
+        if prefix.sequence.states is not None:  # free the memory of staged nodes' states
             prefix.sequence.states.take_in(prefix.sequence.length)
         for unneeded in self._kept.add(prefix):
             self.cache.release(unneeded.sequence)
@@ -349,7 +386,7 @@ class Sequences:
         logit_rows: torch.Tensor,
         feature_layers: tuple[int, ...] = (),
     ) -> Outputs:
-        """Forward new tokens of requests; see :meth:`PackedModel.outputs`."""
+        """Stage the K/V of requests' new tokens; see :meth:`PackedModel.outputs`."""
         if self.max_kept is not None:
             self.packed.version.notice()
         for part in parts:
@@ -357,7 +394,7 @@ class Sequences:
         return self.packed.outputs(self.cache.pool, parts, logit_rows, feature_layers)
 
     def draft(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
-        """Forward a level of draft nodes of requests; see :meth:`PackedModel.draft`."""
+        """Stage the K/V of one level of requests' draft trees; see :meth:`PackedModel.draft`."""
         if self.max_kept is not None:
             self.packed.version.notice(structure=False)
         return self.packed.draft(self.cache.pool, parts, logit_rows, level)
@@ -368,7 +405,7 @@ class Sequences:
         self.forward([part], torch.empty(0, dtype=torch.int64, device="cpu"))
         self.of(request).length += num_tokens
 
-    # ---- K/V that others computed
+    # ---- K/V that was computed by the model's own forward
 
     def load(
         self,
@@ -378,12 +415,15 @@ class Sequences:
         position_offset: int = 0,
         states: SequenceStates | None = None,
     ) -> None:
-        """Copy in the K/V of the request's first ``length`` tokens, and take over the states after
-        them.
+        """Write the K/V of the request's first ``length`` tokens, and set the recurrent states
+        after them.
 
         Args:
+            request: must have slots for ``length`` tokens.
             layers: as in :meth:`KVCache.write`.
+            length: number of tokens.
             position_offset: positions of later tokens minus their indices.
+            states: recurrent states after the tokens; they are not copied.
         """
         sequence = self.of(request)
         self.cache.write(sequence, layers, length)
@@ -392,5 +432,10 @@ class Sequences:
         sequence.position_offset = position_offset
 
     def replace(self, request: RequestTokens, layers: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Write each layer's K, V and index keys [num_heads, 1, dim] of the first uncached token."""
+        """Write the K/V of the first token that has none.
+
+        Args:
+            request: has slots.
+            layers: K, V and index keys of each layer, [num_heads, 1, dim].
+        """
         self.cache.write(self.of(request), layers, self.num_cached(request) + 1)

@@ -1,4 +1,6 @@
-"""The target model as the engine uses it."""
+"""The target model as the engine uses it: ``verify`` runs the verification forward over draft
+trees, and ``commit`` keeps the K/V of accepted nodes only.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +28,36 @@ from hf_slospec.request.params import PromptReader
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
-# Times the trial's tolerance: the trial takes medians, and here one rerouted expert may change the
-# logits.
+# Factor on the trial's tolerance for the logits after a prompt that the model's own forward
+# processed: the trial takes medians over several prompts, while here a single expert that is routed
+# differently may change the logits.
 WHOLE_TOLERANCE = 4.0
 
-Rows = npt.NDArray[np.int64]  # [num_rows] of a packed batch
+Rows = npt.NDArray[np.int64]  # [num_rows], indices of tokens in a packed batch
 NO_ROWS: Rows = np.empty(0, np.int64)
 
 
 class Sampler(Protocol):
-    """Chooser of tokens that are exactly those of plain decoding."""
+    """Interface that chooses the tokens that plain decoding would choose."""
 
     def choose(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
     ) -> PendingChoices:
-        """Return the tokens that the device chooses, and a function that makes one chooser per
-        request of them.
+        """Start choosing a token after each node.
 
-        ``logits`` [num_nodes of all trees, vocab], in the model's dtype, holds each tree's nodes in
-        turn, root first."""
+        Args:
+            requests: one per tree.
+            logits: [num_nodes of all trees, vocab], in the model's dtype; the nodes of each tree in
+                turn, root first.
+
+        Returns:
+            The tokens that the device chooses, and a function that takes them on the host and
+                returns one chooser per request.
+        """
 
 
 class PackedTarget(Target):
-    """Target that verifies many requests' draft trees in one packed forward, and commits accepted
-    nodes only.
-    """
+    """Target that verifies the draft trees of many requests in one packed forward."""
 
     def __init__(
         self,
@@ -66,21 +73,20 @@ class PackedTarget(Target):
         Args:
             packed: the model.
             max_nodes: maximum number of nodes of one request's draft tree, its root not counted.
-            sampler: chooses tokens.
-            max_slots: see :class:`Sequences`, as for ``max_kept``.
+            sampler: chooses the token after each node.
+            max_slots: see :class:`Sequences`.
+            max_kept: see :class:`Sequences`.
             holds_finished: K/V of finished requests stays readable in ``sequences`` until
                 ``close``.
         """
         self.sampler = sampler
         self.holds_finished = holds_finished
         self.sequences = Sequences(packed, max_nodes, max_slots, max_kept)
-        self._reader: Drafter | None = None  # reads features
-        self._features: torch.Tensor | None = (
-            None  # [num_tokens, num_features], of the verified packed batch
-        )
-        self._begins: dict[
-            Request, int
-        ] = {}  # index of a request's first token in the verified packed batch
+        self._reader: Drafter | None = None  # the drafter, if it reads the target's hidden states
+        # [num_tokens, num_features], hidden states of the packed batch that verify() forwarded last
+        self._features: torch.Tensor | None = None
+        # Request -> index of its first token in that packed batch.
+        self._begins: dict[Request, int] = {}
 
     @property
     def num_one_off_forwards(self) -> int:
@@ -92,18 +98,18 @@ class PackedTarget(Target):
         return self.sequences.packed.status(layers).partition(":")[0]
 
     def inform(self, drafter: Drafter) -> None:
-        """Give a drafter its ``feature_layers``' hidden states of every token that is committed
-        from now on.
+        """Send a drafter the hidden states after its ``feature_layers``, of every token that is
+        committed from now on.
         """
         self._reader = drafter if drafter.feature_layers else None
 
     @property
     def shares_prompts(self) -> bool:
-        """Return whether requests can use the K/V of others with the same prompt, at no loss to the
+        """Return whether requests with the same prompt can share its K/V without loss for the
         drafter.
 
-        Not with a drafter that reads features: it has none of tokens that the target does not
-        process.
+        Not with a drafter that reads hidden states, as the target does not compute them for tokens
+        with reused K/V.
         """
         return self._reader is None and not self.sequences.has_embeds
 
@@ -132,7 +138,8 @@ class PackedTarget(Target):
             sequence = sequences.of(request)
             self._begins[request] = begin
             if (reader := request.params.prompt_reader) is not None:
-                first = begin - sequence.length  # row of the prompt's first token, if it had one
+                # Index in the batch that the prompt's first token would have.
+                first = begin - sequence.length
                 end = min(sequence.length + len(tokens), request.prompt_len - 1)
                 reads.append((reader, np.arange(first + reader.num_read, first + end)))
             if tree is None:
@@ -145,7 +152,7 @@ class PackedTarget(Target):
         layers = self._reader.feature_layers if self._reader is not None else ()
         try:
             outputs = sequences.forward(parts, torch.from_numpy(wanted), layers)
-        except BaseException:  # nothing has changed, as the engine expects
+        except BaseException:  # drop K/V of whole prompts again: the engine expects no change
             for request, prefilled in zip(requests, whole, strict=True):
                 if prefilled is not None:
                     sequences.of(request).truncate(0)
@@ -154,7 +161,8 @@ class PackedTarget(Target):
         logits, *read_logits = outputs.logits.split(
             [sum(map(len, chosen_rows)), *(len(rows) for _, rows in reads)]
         )
-        # (index, logits of the packed forward, those of the model's own) after whole prompts
+        # For prompts that the model's own forward processed: index of the request, and the logits
+        # after the prompt by the packed forward and by the model's own forward.
         expected = list[tuple[int, torch.Tensor, torch.Tensor]]()
         roots = itertools.accumulate((tree.num_nodes for tree in trees), initial=0)
         for index, (prefilled, root) in enumerate(zip(whole, roots, strict=False)):
@@ -175,8 +183,8 @@ class PackedTarget(Target):
         return choosers
 
     def _reserve(self, requests: Sequence[Request], num_nodes: Sequence[int]) -> None:
-        """Reserve slots; raise MemoryError in all processes of the model if one of them has too
-        few.
+        """Reserve slots. Raises MemoryError in all processes of a tensor-parallel model if one of
+        them has too few.
         """
         lacks: MemoryError | None = None
         try:
@@ -189,7 +197,9 @@ class PackedTarget(Target):
     def _check_ranks(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]
     ) -> None:
-        """Raise InvalidInputError unless all processes of the model verify the same."""
+        """Raise InvalidInputError unless all processes of the model verify the same requests and
+        trees.
+        """
         work = [[len(requests), len(chunks)]]
         for request, tree in zip(requests, trees, strict=True):
             work += [[request.params.max_new_tokens], self.sequences.uncached(request)]
@@ -198,27 +208,33 @@ class PackedTarget(Target):
         self.sequences.packed.ranks.check_equal(work)
 
     def _prefill_whole(self, request: Request) -> Prefilled | None:
-        """Prefill a prompt that needs the model's own forward; return it if its last token comes
-        next.
+        """Prefill a request's prompt by the model's own forward if packed forwards cannot process
+        it (images, bidirectional attention).
+
+        Returns:
+            The result if only the prompt's last token is left to forward, else None.
         """
         prefill = request.params.prefill
         if prefill is None or self.sequences.num_cached(request):
             return None
         done: Prefilled = prefill()
         self.sequences.load(request, done.layers, done.length, done.position_offset, done.states)
-        self.sequences.withhold(request)  # equal tokens may stand for other images
+        self.sequences.withhold(request)  # another prompt's equal tokens may stand for other images
         if len(self.sequences.uncached(request)) == 1:
             return done
-        if done.last is not None:  # later tokens see it
+        if done.last is not None:  # later tokens attend to the prompt's last token
             self.sequences.replace(request, done.last)
             self.sequences.of(request).length += 1
         return None
 
     def _checked(self, chooser: Chooser, logits: torch.Tensor, expected: torch.Tensor) -> Chooser:
-        """Return the chooser, or one that raises if ``logits`` are not those of the model's own
-        forward.
+        """Return the chooser, or one that raises UnsupportedModelError if ``logits`` differ from
+        ``expected`` by more than rounding.
 
-        ``logits`` and ``expected``: [vocab], after the prompt's last token.
+        Args:
+            chooser: the request's chooser.
+            logits: [vocab], after the prompt's last token, by the packed forward.
+            expected: [vocab], the same by the model's own forward.
         """
         packed = self.sequences.packed
         error = float(relative_error(logits[None].cpu(), expected[None].cpu()))
@@ -256,24 +272,21 @@ class PackedTarget(Target):
         for chunk in chunks:
             begin = self.sequences.num_cached(chunk.request)
             committed.append((chunk.request, begin, range(chunk.num_tokens)))
-        with as_memory_error():
-            self.sequences.cache.pool.move(
-                source, destination
-            )  # nothing is committed before it succeeds
+        with as_memory_error():  # if the move fails, no request has committed anything
+            self.sequences.cache.pool.move(source, destination)
         for request, _, rows in committed:
             self.sequences.of(request).commit(rows)
-        with (
-            contextlib.suppress(MemoryError),
-            as_memory_error(),
-        ):  # the drafter then lacks features of these tokens
+        # Without memory for it, the drafter lacks the hidden states of these tokens.
+        with contextlib.suppress(MemoryError), as_memory_error():
             self._hand_over(committed)
         self._features = None
 
     def _hand_over(self, committed: Sequence[tuple[Request, int, Sequence[int]]]) -> None:
-        """Give the drafter the features of committed tokens.
+        """Give the drafter the hidden states of committed tokens.
 
-        ``committed``: request, index of its first token, and indices among the request's tokens in
-        the packed batch.
+        Args:
+            committed: request, index of its first committed token in the request, and indices of
+                the committed tokens among the request's tokens in the packed batch.
         """
         if self._reader is None or self._features is None:
             return
@@ -294,9 +307,8 @@ class PackedTarget(Target):
         num_reused = self.sequences.reuse(request)
         if num_reused > num_cached and self._reader is not None:
             num_known = self._reader.reuse(request)
-            if (
-                0 < num_reused - num_known < MIN_SHARED
-            ):  # process these few again, for the drafter's features
+            # Forward these few tokens again, so that the drafter gets their hidden states.
+            if 0 < num_reused - num_known < MIN_SHARED:
                 self.sequences.of(request).truncate(num_known)
                 return self.sequences.num_cached(request)
         return num_reused
@@ -305,8 +317,8 @@ class PackedTarget(Target):
         return self.sequences.num_reusable(request) if self._may_reuse(request) else 0
 
     def _may_reuse(self, request: Request) -> bool:
-        """Return False if equal tokens may stand for other images, or logits of the whole prompt
-        are wanted.
+        """Return whether the request may use K/V of other requests. It may not if equal tokens may
+        stand for other images, or if logits of the whole prompt are requested.
         """
         return request.params.prefill is None and not request.num_unread
 

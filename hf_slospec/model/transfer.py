@@ -1,5 +1,5 @@
-"""Copies of trees of tensors (dicts, lists, tuples, dataclasses) to a device, and signatures of
-such trees.
+"""Copies of nested tensors (in dicts, lists, tuples, dataclasses: "trees" here) to a device, and
+detection of operators that make the host wait.
 
 A blocking copy from the host waits for all earlier work of the device. The many small tensors that
 the host makes for a forward are therefore copied together, from pinned memory, without blocking.
@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.forks import Lock
 
-ALIGNMENT = 16  # bytes
+# Bytes. Tensors in a DeviceCopy, and rows that attention kernels read, begin at multiples of it.
+ALIGNMENT = 16
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the tree with every tensor replaced by ``function`` of it."""
+    """Return a copy of the tree with every tensor replaced by ``function(tensor)``."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
@@ -41,10 +42,10 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def flattened(tree: Any) -> tuple[list[torch.Tensor], Hashable]:
-    """Return a tree's tensors in traversal order, and its signature.
+    """Return a tree's tensors in traversal order, and a signature.
 
-    Signatures are equal for two trees only if these differ in nothing but the values in their
-    tensors."""
+    Two trees have equal signatures only if they differ in nothing but the values of their tensors.
+    """
     tensors = list[torch.Tensor]()
     key = list[Any]()
     _flatten(tree, tensors, key)
@@ -52,8 +53,8 @@ def flattened(tree: Any) -> tuple[list[torch.Tensor], Hashable]:
 
 
 def _flatten(tree: Any, tensors: list[torch.Tensor], key: list[Any]) -> None:
-    """Append a tree's tensors and signature to those of the trees before it."""
-    kind = type(tree)  # is a part of the key, because 1, 1.0 and True are equal
+    """Append a tree's tensors to ``tensors`` and the parts of its signature to ``key``."""
+    kind = type(tree)  # part of the signature, because 1, 1.0 and True are equal
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
         key += tree.shape, tree.dtype, tree.device
@@ -80,8 +81,9 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 class DeviceCopy:
-    """Buffers on a device for the tensors of a tree: one for all tensors on the host, one per
-    tensor elsewhere.
+    """Buffers on a device that hold copies of a tree's tensors. All tensors of the tree that are on
+    the host share one buffer, which is filled by a single copy; each other tensor has a separate
+    buffer.
     """
 
     def __init__(self, tree: Any, device: torch.device):
@@ -103,8 +105,10 @@ class DeviceCopy:
         self._buffers = tensors_in(self.content)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy in the values of the tensors of a tree of the same signature, without blocking."""
-        # Torch reuses pinned memory only after copies from it are done.
+        """Copy the values of another tree's tensors to the buffers, without blocking. The trees'
+        signatures must be equal.
+        """
+        # torch reuses this pinned memory only after the copy from it has finished.
         flat = torch.empty(
             self._flat.shape, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu"
         )
@@ -121,8 +125,8 @@ class DeviceCopy:
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a tensor's values on the host; NumPy, which has no bf16, takes a fraction
-    of torch's time.
+    """View the values of a tensor on the host as bytes. NumPy takes a fraction of torch's time, but
+    has no bf16.
     """
     values = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor.detach()
     return values.numpy().reshape(-1).view(np.uint8)
@@ -133,11 +137,12 @@ def _host_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; on CUDA a copy, if its rows do not begin at multiples of 16 bytes, as
-    views may not.
+    """Return the tensor or, on CUDA, a copy if its rows do not begin at multiples of 16 bytes, as
+    in some views.
 
-    Attention kernels read 16 bytes at a time. Some do not check this; an error then ends the
-    process's CUDA context."""
+    Attention kernels read 16 bytes at a time. Some do not check the alignment, and the error that
+    follows ends the process's CUDA context.
+    """
     if tensor.is_cpu:
         return tensor
     strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
@@ -146,7 +151,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return the tree on a device, copying all tensors on the host at once."""
+    """Return a copy of the tree on a device; all tensors on the host are copied together."""
     on_host = _host_tensors(tree)
     if device.type == "cpu" or not on_host:
         return map_tensors(tree, lambda tensor: tensor.to(device))
@@ -157,17 +162,20 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 
 class DeferredFlags:
-    """Queue of boolean results: read at once on a CPU, otherwise one call later, when the device
-    has computed them.
+    """Queue of boolean results of the device. On a CPU they are read at once; otherwise one call
+    later, so that the host does not wait for the device.
     """
 
     def __init__(self, device: torch.device):
-        self.lag = 0 if device.type == "cpu" else 1  # calls of next()
+        # Number of further calls of next() after which a result is read.
+        self.lag = 0 if device.type == "cpu" else 1
         self._on_cuda = device.type == "cuda"
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def next(self, flags: torch.Tensor) -> np.ndarray | None:
-        """Enqueue ``flags`` (bool, any shape) and return those that are due, or None if none are."""
+        """Enqueue ``flags`` (bool, any shape), and return the flags of ``lag`` calls before; None
+        in the first ``lag`` calls.
+        """
         host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=self._on_cuda, device="cpu")
         host.copy_(flags, non_blocking=self._on_cuda)
         arrival = None
@@ -183,11 +191,14 @@ class DeferredFlags:
         return host.numpy()
 
 
-_LOCK = Lock()  # one per process; held while a thread captures or makes such a call
+# Held while a thread captures a CUDA graph, or makes a call that would break another's capture.
+_LOCK = Lock()
 
 
 def apart_from_captures(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which no other thread captures a forward or makes calls of this module."""
+    """Return a context in which no other thread captures a CUDA graph, synchronizes or empties the
+    cache by this module's functions.
+    """
     return _LOCK if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -199,14 +210,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache() -> None:
-    """Return unused memory to the CUDA devices, if there are any."""
+    """Free the memory that torch caches on CUDA devices, if there are any."""
     if torch.cuda.is_available():
         with _LOCK:
             torch.cuda.empty_cache()
 
 
 aten = torch.ops.aten
-# Operators whose results, or the sizes of them, are needed on the host.
+# Operators that copy a result to the host, or whose result has a size that depends on values.
 READS = {
     aten._local_scalar_dense,
     aten.nonzero,
@@ -218,8 +229,9 @@ READS = {
     aten.unique_consecutive,
     aten.bincount,
 }
+# Indexing operators, which make the host wait if an index is a boolean mask.
 INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index)
-BOOLEAN = (torch.bool, torch.uint8)  # an index of these dtypes has a result of unknown size
+BOOLEAN = (torch.bool, torch.uint8)  # dtypes of boolean masks
 
 
 class HostSyncError(RuntimeError):
@@ -227,7 +239,9 @@ class HostSyncError(RuntimeError):
 
 
 class SyncGuard(TorchDispatchMode):
-    """Context in which an operator of this thread that makes the host wait raises HostSyncError."""
+    """Mode that raises HostSyncError if an operator in this thread makes the host wait for the
+    device.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations

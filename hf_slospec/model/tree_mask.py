@@ -1,4 +1,6 @@
-"""New tokens of packed forwards: a chain behind a cached sequence, which may end with a tree."""
+"""Masks, positions and token ids of the new tokens of packed forwards: a chain of tokens after a
+sequence's committed ones, and the nodes of its draft tree.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from hf_slospec.model.batch import FIRST_SEEN, CachedSequence, NewTokens
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.tree.tree import TokenTree
 
-MAX_CACHED_LEN = 16  # tokens of chains whose masks are cached, as most parts of a step are short
-MAX_LAYOUTS = 64  # draft levels whose ids and masks are cached
+# Tokens. Masks of chains up to this length are cached, as most chains of a step are short.
+MAX_CACHED_LEN = 16
+MAX_LAYOUTS = 64  # maximum number of cached results of _level_layout
 
 
 def chain(
@@ -22,7 +25,7 @@ def chain(
     sequence: CachedSequence,
     tokens: Sequence[int],
 ) -> NewTokens:
-    """Return tokens that follow the cached ones, each seeing those before it."""
+    """Return new tokens that follow the committed ones; each attends to all tokens before it."""
     mask = causal_mask(len(tokens))
     return _new_tokens(packed, sequence, tokens, np.arange(len(tokens)), mask, is_chain=True)
 
@@ -33,7 +36,9 @@ def chain_and_tree(
     tokens: Sequence[int],
     tree: TokenTree,
 ) -> NewTokens:
-    """Return a chain that ends with the tree's root, followed by the tree's other nodes."""
+    """Return new tokens: a chain, whose last token is the tree's root, and the tree's other
+    nodes.
+    """
     if tree.num_nodes == 1:
         return chain(packed, sequence, tokens)
     mask, offsets = tree_after_chain(len(tokens), tree)
@@ -43,12 +48,13 @@ def chain_and_tree(
 
 
 def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
-    """Return mask and position offsets of a chain that ends with the root, followed by the tree's
-    other nodes.
+    """Return mask and position offsets of a chain that ends with the tree's root, followed by the
+    tree's other nodes.
 
     Returns:
-        mask [num_tokens, num_tokens] bool, True = may attend, and offsets [num_tokens] int64 from
-        the chain's first token, with num_tokens = chain_len + tree.num_nodes - 1.
+        mask [num_tokens, num_tokens] bool, True = may attend; and offsets [num_tokens] int64,
+            positions minus the position of the chain's first token. num_tokens is chain_len +
+            tree.num_nodes - 1.
     """
     num_tokens = chain_len + tree.num_nodes - 1
     mask = np.tri(num_tokens, dtype=np.bool_)
@@ -63,17 +69,20 @@ def draft_nodes(
     root_positions: Sequence[int],
     sizes: Sequence[int],
 ) -> list[NewTokens]:
-    """Return the last layers of draft trees whose tokens are on the device only, by their indices
-    there.
+    """Return the last level of each request's draft tree as new tokens, for trees whose tokens only
+    the device knows.
 
     Args:
+        packed: the draft model.
+        sequences: one per request.
         root_positions: [num_requests], positions of the roots.
-        sizes: nodes of each layer of one tree; the first one is the root, which is cached.
+        sizes: number of nodes of each level of one tree; the first level is the root, whose K/V is
+            cached.
 
     Returns:
-        One part per request. Its ids are indices into the last layers' tokens, [num_requests *
-        beam]; its mask holds indices into the level's table of mask values, which begins with
-        :data:`FIRST_SEEN` other values.
+        One part per request. Its token ids are indices into the tokens of all requests' last
+            levels, [num_requests * beam]; its mask holds indices into the level's table of mask
+            values, which begins with :data:`FIRST_SEEN` constant values.
     """
     depths, indices, masks = _level_layout(len(sequences), tuple(sizes))
     positions = torch.from_numpy(packed.clamp_positions(np.add.outer(root_positions, depths)))
@@ -85,7 +94,9 @@ def draft_nodes(
 def _level_layout(
     num_requests: int, sizes: tuple[int, ...]
 ) -> tuple[np.ndarray, Sequence[torch.Tensor], Any]:
-    """Return depths of draft nodes, and each request's ids and masks; callers only read them."""
+    """Return depths of all nodes but the root, and each request's token ids and masks, as indices
+    (see :func:`draft_nodes`). The result is cached and must not be changed.
+    """
     beam = sizes[-1]
     num_staged = sum(sizes[1:])
     depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
@@ -95,7 +106,9 @@ def _level_layout(
 
 
 def causal_mask(length: int) -> torch.Tensor:
-    """Return the mask of a chain, which callers must not change.  -> [length, length] bool"""
+    """Return the causal mask of a chain. It may be cached and must not be changed.  -> [length,
+    length] bool
+    """
     return _cached_mask(length) if length <= MAX_CACHED_LEN else _new_mask(length)
 
 

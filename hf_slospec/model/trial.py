@@ -1,4 +1,6 @@
-"""Trial of a model: a small packed batch must have the logits of plain forwards."""
+"""Trial of a model: the logits of a small packed batch with two draft trees must agree with logits
+of the model's own forward. Also small trials of padding, token types and hidden states.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,26 @@ from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.model.version import PLAIN
 from hf_slospec.tree.tree import TokenTree
 
-# Times the error between plain forwards of different shapes, if that is the larger limit (int8,
-# TF32)
+# Accepted error, as a multiple of the error between plain forwards with different batch sizes. It
+# is the limit if it exceeds the tolerance (int8, TF32).
 NOISE = 4.0
-# Random prompts tried if the first shows errors: rerouted experts change with the prompt, a fault
-# does not
+# Number of random prompts if the first one shows errors; the median counts. Errors by tokens that
+# are routed to other experts vary with the prompt, while a fault does not.
 DRAWS = 5
-# Lengths of two sequences in one packed batch; the second is long, for layers that change with the
-# length of a forward.
+# Prompt lengths of the two sequences in the packed batch; the second one is long, for layers that
+# compute differently depending on the length of a forward.
 PROMPTS = (5, 130)
-# Parents in their trees: one branches after its root, one is a chain.
+# Parent of each node of the two trees: the first tree branches at its root, the second is a chain.
 PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))
-# masked tokens, and tokens before them where they are a gap
-PADDING = 3
-GAP_AT = 2
-LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); together their paths have all nodes
+PADDING = 3  # number of masked tokens in the trials of padding and gaps
+GAP_AT = 2  # number of tokens before a gap
+LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); the paths to them contain all nodes
 ENCODED = 6  # length of the encoder's outputs for each sequence
 
 
 def check_by_trial(packed: PackedModel) -> None:
-    """Raise UnsupportedModelError unless a packed batch with two trees has the logits of plain
-    forwards.
+    """Raise UnsupportedModelError unless the logits of a packed batch with two draft trees agree
+    with those of plain forwards.
     """
     with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
         errors = _errors(packed, 0)
@@ -73,27 +74,28 @@ def counts_padding(packed: PackedModel) -> bool:
     """Return whether left padding, masked as in stock ``generate``, changes what the model
     computes.
 
-    Models that take position ids do not count padding; some others count it as text.
+    It does if a layer asks the cache for its length. Otherwise it does not in models that take
+    position ids, while some other models count padding as text.
     """
     model = packed.model
-    # The effect may begin after thousands of tokens.
+    # The effect of padding may begin after thousands of tokens, which a short trial would miss.
     if any(layer.counts_tokens for layer in packed.layers):
         return True
     return not takes_position_ids(model) and _counts_masked(packed, 0)
 
 
 def counts_gaps(packed: PackedModel) -> bool:
-    """Return whether tokens that are masked inside a prompt change what a model without position
-    ids computes.
+    """Return whether masked tokens inside a prompt change what the model computes for the other
+    tokens; False for models that take position ids.
 
-    ALiBi by the places of keys counts them, as MPT's does.
+    For example, MPT computes ALiBi from the indices of keys, so it counts masked tokens.
     """
     return not takes_position_ids(packed.model) and _counts_masked(packed, GAP_AT)
 
 
 def _counts_masked(packed: PackedModel, begin: int) -> bool:
-    """Return whether inserting masked tokens at index ``begin`` of a prompt changes its last
-    logits.
+    """Return whether inserting masked tokens at index ``begin`` of a prompt changes the logits of
+    its last token.
     """
     model = packed.model
     prompt = _random_prompt(packed)
@@ -109,10 +111,9 @@ def _counts_masked(packed: PackedModel, begin: int) -> bool:
 
 
 def ignores_zero_types(packed: PackedModel) -> bool:
-    """Return whether ``token_type_ids`` of zeros change nothing of what the model computes without
-    any.
+    """Return whether passing ``token_type_ids`` of zeros has no effect on the model.
 
-    They are BERT's default. GPT-2 adds the embedding of token 0.
+    It has none in BERT, where zeros are the default. GPT-2 adds the embedding of token 0.
     """
     ids = torch.tensor([_random_prompt(packed)], device=packed.device)
     with evaluating(packed.model), torch.no_grad():
@@ -123,15 +124,18 @@ def ignores_zero_types(packed: PackedModel) -> bool:
 
 
 def tolerance(packed: PackedModel) -> float:
-    """Return the relative error of logits that rounding may cause."""
+    """Return the largest relative error of logits that is accepted as rounding."""
     dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
-    # If all layers keep states, these are in fp32 whatever the weights are.
+    # No layer caches K and V if all keep states. States are fp32 whatever the weights are, so the
+    # dtype of the weights is taken.
     dtypes = dtypes or {packed.model.get_input_embeddings().weight.dtype}
     return tolerance_in(dtypes)
 
 
 def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
-    """Return the relative error of every node of both trees.  -> [num_nodes] f64"""
+    """Return the relative error of the logits of all nodes on the paths to :data:`LEAVES`.  ->
+    [num_path_nodes] f64
+    """
     lengths = [min(length, _max_len(packed)) for length in PROMPTS]
     tokens = iter(_random_tokens(packed, draw, sum(lengths) + sum(map(len, PARENTS))))
     prompts = [[next(tokens) for _ in range(length)] for length in lengths]
@@ -172,7 +176,8 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
 def tree_logits(
     packed: PackedModel, sequences: Sequence[CachedSequence], trees: Sequence[TokenTree]
 ) -> Sequence[torch.Tensor]:
-    """Return the logits of trees whose roots follow the cached tokens, by one packed forward.
+    """Return the logits of trees whose roots follow the cached tokens of sequences, computed by one
+    packed forward.
 
     Returns:
         [num_nodes, vocab] for each tree, on the host.
@@ -187,7 +192,7 @@ def tree_logits(
 
 
 def _noise(packed: PackedModel) -> float:
-    """Return the relative error between plain forwards of a prompt alone and in a batch of its
+    """Return the relative error between two plain forwards of a prompt: alone, and in a batch of 8
     copies.
     """
     prompt = _random_prompt(packed)
@@ -199,7 +204,9 @@ def _random_prompt(packed: PackedModel) -> list[int]:
 
 
 def _random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
-    """Return random tokens whose embeddings are finite: of others, logits cannot be compared."""
+    """Return random tokens whose embeddings are finite, as logits of other tokens cannot be
+    compared.
+    """
     token_ids = np.random.default_rng(draw).permutation(packed.vocab_size)
     token_ids = np.resize(token_ids, max(2 * number, len(token_ids)))
     weight = packed.model.get_input_embeddings().weight
@@ -212,14 +219,14 @@ def _random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
 
 
 def _max_len(packed: PackedModel) -> int:
-    """Return the maximum length of the trial's prompts, in tokens."""
+    """Return the maximum number of tokens of the trial's prompts."""
     limits = trained_len(packed.model), packed.max_positions, packed.num_selected, max(PROMPTS) + 8
     return max(1, min(limit for limit in limits if limit is not None) - 8)
 
 
 def _encoder_outputs(packed: PackedModel, sequences: Sequence[int]) -> torch.Tensor | None:
-    """Return random outputs of an encoder for these sequences, [num_sequences, length, hidden];
-    None without one.
+    """Return random encoder outputs for these sequences, [num_sequences, length, hidden]; None if
+    the model has no encoder.
     """
     if not packed.family.attends_to_encoder:
         return None
@@ -229,8 +236,13 @@ def _encoder_outputs(packed: PackedModel, sequences: Sequence[int]) -> torch.Ten
 
 
 def _logits(packed: PackedModel, sequences: Sequence[int], **options: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a plain forward, [batch, length, vocab]; ``sequences`` are those of the
-    rows.
+    """Run a plain forward, and return its logits, [batch, length, vocab].
+
+    Args:
+        packed: the model.
+        sequences: indices of the trial's sequences that the rows belong to; they select encoder
+            outputs.
+        options: arguments of the model's forward.
     """
     arguments: dict[str, Any] = options | {"use_cache": False}
     if (encoder := _encoder_outputs(packed, sequences)) is not None:
@@ -240,8 +252,8 @@ def _logits(packed: PackedModel, sequences: Sequence[int], **options: torch.Tens
 
 
 def _plain(packed: PackedModel, token_ids: list[list[int]]) -> torch.Tensor:
-    """Return the logits after each token of sequences of one length, by one plain forward.  ->
-    [rows, length, vocab]
+    """Return the logits after each token of sequences with equal lengths, computed by one plain
+    forward.  -> [rows, length, vocab]
     """
     input_ids = torch.tensor(token_ids, device=packed.device)
     options = given_position_ids(
@@ -253,14 +265,18 @@ def _plain(packed: PackedModel, token_ids: list[list[int]]) -> torch.Tensor:
 def plain_steps(
     packed: PackedModel, prompt: list[int], tokens: list[int], encoder: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, Any]:
-    """Return the logits after a prompt and after each of ``tokens``, and the cache, step by step as
-    in ``generate``.
+    """Prefill a prompt and decode ``tokens`` one by one, by the model's own forward as in
+    ``generate``.
 
     Args:
-        encoder: outputs of an encoder for the sequence, [1, length, hidden]; None without one.
+        packed: the model.
+        prompt: tokens that are prefilled.
+        tokens: tokens that are decoded.
+        encoder: encoder outputs for the sequence, [1, length, hidden]; None without an encoder.
 
     Returns:
-        [len(tokens) + 1, vocab], and the K/V of all of them.
+        Logits after the prompt and after each of ``tokens``, [len(tokens) + 1, vocab], and the
+            transformers cache with the K/V of all tokens.
     """
     cache: Any = own_cache(packed.model)
     if encoder is not None:
@@ -282,7 +298,13 @@ def plain_steps(
 
 
 def tree_of(root: int, parents: Sequence[int], tokens: Iterator[int]) -> TokenTree:
-    """Return the tree of a root's ``parents``, whose nodes hold the next ``tokens``."""
+    """Return a draft tree.
+
+    Args:
+        root: token of the root.
+        parents: parent of each node; -1 for the root.
+        tokens: tokens of the other nodes, taken from this iterator.
+    """
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
@@ -290,19 +312,20 @@ def tree_of(root: int, parents: Sequence[int], tokens: Iterator[int]) -> TokenTr
     return TokenTree(np.array(nodes), np.array(parents), np.array(depths), 0.5 ** np.array(depths))
 
 
-LENGTH = 6  # tokens of the trial's prompt
-FEATURES_TOLERANCE = 0.1  # relative error; the states of another layer or token differ by more
+LENGTH = 6  # number of tokens in the trial of hidden states
+# Largest accepted relative error of hidden states; those of another layer or token differ by more.
+FEATURES_TOLERANCE = 0.1
 
 
 def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
-    """Raise UnsupportedModelError unless a packed forward returns the model's hidden states after
-    these layers.
+    """Raise UnsupportedModelError unless the hidden states of a packed forward after these layers
+    agree with the model's own forward.
 
     The caller must hold the model's lock.
     """
     model = packed.model
-    # From all over the vocabulary: special tokens may have states so large that half precision says
-    # little of others.
+    # Spread over the vocabulary: special tokens may have hidden states so large that, in half
+    # precision, their errors hide those of other tokens.
     token_ids = [packed.vocab_size * place // (LENGTH + 1) for place in range(1, LENGTH + 1)]
     if packed.family.attends_to_encoder:
         raise cannot_be_packed(
@@ -337,7 +360,9 @@ def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
 def load_plain(
     packed: PackedModel, sequence: CachedSequence, prompt: list[int], length: int
 ) -> None:
-    """Cache the first ``length`` tokens of a prompt that the model's own forward computes."""
+    """Write the K/V of the first ``length`` tokens of a prompt to a sequence, computed by the
+    model's own forward over the whole prompt.
+    """
     _, cache = plain_steps(packed, prompt, [])
     columns = torch.arange(length, device="cpu")
     packed.kv_cache.write(sequence, cached_tensors(cache, 0, columns, len(prompt)), length)

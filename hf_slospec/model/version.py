@@ -1,4 +1,6 @@
-"""Versions of a model: counters of changes to its weights, modules and structure."""
+"""Counters of changes to a model's weights, modules and structure. Objects made from a model keep
+the counters they were made at, to notice that they are outdated.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,13 @@ _num_told = 0
 
 
 def weights_changed() -> None:
-    """Count every model as changed, and read its weights again before its next step.
+    """Count every model as changed, so that its weights are read again before its next step.
 
-    Needed after changes that leave no trace: writes through ``weight.data``, or to weights on a
-    disk, of a model none of whose parameters requires a gradient, or while submitted requests run;
-    and changes of what hooks read from elsewhere, such as the strength of a steering vector. The
-    next call notices all others."""
+    The next call notices most changes by itself. This function is needed after changes that leave
+    no trace: writes through ``weight.data``, or to weights offloaded to a disk, if no parameter of
+    the model requires a gradient or submitted requests are running; and changes of what hooks read
+    from elsewhere, such as the strength of a steering vector.
+    """
     global _num_told
     _num_told += 1
     _count_write()
@@ -41,18 +44,20 @@ def _count_write(*_: object) -> None:
     _num_writes += 1
 
 
-# An optimizer's step counts for every model: weights that are not trained may be copies or averages
-# of trained ones.
+# A step of any optimizer counts as a change of every model: weights that are not trained may be
+# copies or averages of trained ones.
 register_optimizer_step_post_hook(_count_write)
 
 
-# Attributes whose changes do not count. Models in training mode with dropout or gradient
-# checkpointing are refused, and others compute the same in it. Packed forwards replace a config's
-# attention implementation. Weights are read separately. Stock `generate` stores the positions of
-# its last prompt with images in `rope_deltas`, and has a compiled forward and a manager of
-# continuous batching for its next call, `enable` replaces `generate`, and trainers set the
-# generation config, `use_cache` and `warnings_issued`; packed forwards read none of them, nor hooks
-# of gradients and state dicts.
+# Attributes of modules and configs whose changes do not count as changes of a model:
+# - training mode: models that compute differently in it (dropout, gradient checkpointing) are
+#   refused;
+# - the config's attention implementation, which packed forwards replace;
+# - parameters and buffers, which are read separately;
+# - what stock `generate` keeps for its next call (`rope_deltas`, a compiled forward, a manager of
+#   continuous batching), `generate` itself, which `enable` replaces, what trainers set (generation
+#   config, `use_cache`, `warnings_issued`), and hooks of gradients and state dicts: packed forwards
+#   read none of these.
 IGNORED = {
     "training",
     "_attn_implementation_internal",
@@ -71,27 +76,30 @@ IGNORED = {
     "_previous_max_cache_length",
     *(name for name in vars(torch.nn.Module()) if "backward" in name or "state_dict" in name),
 }
-# Submodules and hooks are read separately too.
+# Further attributes that are no settings: submodules and hooks, which are read separately.
 NOT_SETTINGS = IGNORED | {
     "_modules",
     *(name for name in vars(torch.nn.Module()) if "hooks" in name),
 }
-# Quantised weights have classes of their own and may have no address.
+# Classes of weights that have an address; quantised weights are of other classes.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-BUILDERS = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
-# Types of most attributes; they hold no others.
+# Libraries that build models; modules of other libraries are adapters, or written by users.
+BUILDERS = ("torch", "transformers")
+# Types of most attribute values; such values contain no other objects.
 SIMPLE = frozenset((type(None), bool, int, float, str, *PLAIN))
 _count_of_writes: Callable[[Any], int] = operator.attrgetter("_version")
 
 
 class ModelVersion:
-    """Counters of changes to a model; what is made of a model keeps those that it was made from.
+    """Counters of changes to a model.
 
-    ``weights`` counts all changes; ``modules`` those of attributes of modules and configs, of
-    submodules and of hooks; ``structure`` those of submodules and hooks only. ``storage`` counts
-    changes of ``modules`` and of the addresses of weights, which CUDA graphs hold.
+    ``weights`` counts all changes; ``modules`` counts changes of attributes of modules and configs,
+    of submodules and of hooks; ``structure`` counts changes of submodules and hooks only.
+    ``storage`` counts what ``modules`` counts, and changes of the addresses of weights, which CUDA
+    graphs contain.
 
-    Attributes are compared by identity: one that is replaced by an equal object counts as changed.
+    Attributes are compared by identity: an attribute that is replaced by an equal object counts as
+    changed.
     """
 
     all_parts: list[Any]  # the model and all its modules
@@ -117,22 +125,27 @@ class ModelVersion:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Count the model as changed: another thread may have taken in half of a change."""
+        """Count the model as changed, as another thread may have counted only half of a change when
+        the process was forked.
+        """
         self.count(structure=True)
 
     @property
     def is_behind(self) -> bool:
-        """Return whether an optimizer has stepped, or :func:`weights_changed` was called, since the
+        """Return whether an optimizer has stepped or :func:`weights_changed` was called since the
         last :meth:`renew`.
         """
         return self._num_writes != _num_writes
 
     def renew(self, is_idle: bool = True) -> bool:
-        """Read the whole model, and return whether it was found to have changed.
+        """Read the whole model, and count the changes since the last call.
 
         Args:
-            is_idle: no request runs; otherwise, writes to weights that leave no trace are not
-                searched for.
+            is_idle: no request runs, so that there is time to compare the bits of weights that may
+                be written without a trace.
+
+        Returns:
+            Whether the model has changed.
         """
         with self._renewing:
             attributes = self._attributes
@@ -141,7 +154,7 @@ class ModelVersion:
                 self._read_modules()
             weights = self._read_attributes()
             has_other_modules = not are_same(attributes, self._attributes)
-            if has_other_modules:  # counted first, as reading weights may fail
+            if has_other_modules:  # counted before the weights are read, as that may raise an error
                 self.count(structure=not are_same(structure, self._structure))
             previous = self._states
             has_changed = self._read_weights(weights, is_idle and self._may_be_written(weights))
@@ -151,10 +164,12 @@ class ModelVersion:
             return has_changed or has_other_modules
 
     def notice(self, structure: bool = True) -> None:
-        """Count changes of adapters, as they may be changed back later.
+        """Count changes of adapters' attributes now, as they may be changed back before the next
+        :meth:`renew`.
 
-        With ``structure``, the same for submodules and hooks, which takes a twentieth of a
-        millisecond."""
+        Args:
+            structure: count changes of submodules and hooks, too, which takes about 0.05 ms.
+        """
         with self._lock:
             attributes = _held_by(self._adapters)
             parts = self._parts_and_hooks() if structure else self._structure
@@ -166,9 +181,10 @@ class ModelVersion:
                 self.count(structure=has_other_parts)
 
     def notice_writes(self) -> None:
-        """Count replaced parameters, and writes to those on a CPU that torch has counted.
+        """Count replaced parameters, and writes to parameters on a CPU that torch has counted.
 
-        Buffers that were replaced change the storage only, as forwards may do that."""
+        Replaced buffers change ``storage`` only, as a forward may replace buffers.
+        """
         with self._lock:
             previous = self._places
             if (places := self._read_places()) != previous:
@@ -179,7 +195,13 @@ class ModelVersion:
     def count(
         self, modules: bool = True, structure: bool = False, storage: bool | None = None
     ) -> None:
-        """Count a change of weights, and of what is named; ``storage`` is that of modules, too."""
+        """Count a change: advance ``weights`` and the counters that the arguments name.
+
+        Args:
+            modules: advance ``modules``.
+            structure: advance ``structure``.
+            storage: advance ``storage``; None: if ``modules`` is advanced.
+        """
         with self._lock:
             self.weights += 1
             self.storage += modules if storage is None else storage
@@ -187,15 +209,16 @@ class ModelVersion:
             self.structure += structure
 
     def _may_be_written(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether weights may be written without a trace: they are trained, or inference
-        tensors, of which torch counts no writes.
+        """Return whether weights may change without a trace, so that their bits must be compared:
+        the model is in training mode, or a weight requires grad or is an inference tensor, of which
+        torch counts no writes.
         """
         return self._model.training or any(
             weight.requires_grad or weight.is_inference() for weight in weights
         )
 
     def _read_modules(self) -> None:
-        """Read which modules, hooks and weights there are."""
+        """List the model's modules, hooks and weights."""
         self.all_parts = all_modules(self._model)
         self._classes = list(map(type, self.all_parts))
         self._adapters = [
@@ -219,7 +242,9 @@ class ModelVersion:
         return [*submodules, *itertools.filterfalse(is_unchanging, list(hooks))]
 
     def _find_places(self) -> None:
-        """Find the dicts and names of the dense weights, whose addresses graphs and copies need."""
+        """Find the dict and the name of each dense weight, whose addresses CUDA graphs and copies
+        depend on.
+        """
         self._named: list[tuple[list[dict[str, Any]], list[str]]] = []
         self._has_copies = False
         for kind in ("_parameters", "_buffers"):
@@ -236,16 +261,16 @@ class ModelVersion:
 
     def _read_places(self) -> tuple[tuple[int, ...], ...]:
         """Return counts of writes, addresses of parameters and addresses of buffers."""
-        try:  # at C's speed, as every step asks
+        try:  # map() and operators in C, as this runs in every step
             weights: list[list[Any]] = [list(map(dict.get, *named)) for named in self._named]
             counts = tuple(map(_count_of_writes, weights[0])) if self._has_copies else ()
             return counts, *(tuple(map(torch.Tensor.data_ptr, each)) for each in weights)
-        except (TypeError, AttributeError, RuntimeError):  # one is gone, or sparse
+        except (TypeError, AttributeError, RuntimeError):  # a weight was removed or became sparse
             self._find_places()
             return self._places
 
     def _read_attributes(self) -> list[torch.Tensor]:
-        """Read the attributes of all modules and configs, and return the weights."""
+        """Store the attributes of all modules and configs, and return the weights."""
         weights = _weights_of(self.all_parts)
         attributes = [*_held_by(self.all_parts), *_held_by(_configs(self.all_parts))]
         self._attributes = [*self._classes, *attributes, *(weight.dtype for weight in weights)]
@@ -255,15 +280,21 @@ class ModelVersion:
         ]
 
     def _read_weights(self, weights: Sequence[torch.Tensor], may_be_written: bool) -> bool:
-        """Read the states of weights and buffers, and return whether they may have changed.
+        """Store the states of weights, and return whether they may have changed since the last
+        call.
 
-        With ``may_be_written``, without a trace, all bits are compared."""
+        Args:
+            weights: parameters, buffers and other tensors of the model.
+            may_be_written: weights may have been written without a trace; compare a checksum of
+                their bits.
+        """
         previous = self._states, self._digest, self._num_told
         num_writes = _num_writes
         num_told = _num_told
         states = tuple(map(state_of, weights))
         if self.is_behind or may_be_written:
-            self._digest = digest(weights)  # may run out of memory, and is then computed again
+            # If this runs out of memory, self is unchanged, and the next call computes it again.
+            self._digest = digest(weights)
         self._states = states
         self._num_writes = num_writes
         self._num_told = num_told
@@ -271,8 +302,8 @@ class ModelVersion:
 
 
 def can_be_traced(model: torch.nn.Module) -> bool:
-    """Return whether a graph can stand for a model's forward: no hooks, and dense weights of
-    torch's classes on one device.
+    """Return whether a model's forward can be captured or compiled: it has no hooks, and dense
+    weights of torch's own classes on one device.
     """
     parts = all_modules(model)
     weights = _weights_of(parts)
@@ -296,7 +327,9 @@ def _addresses(state: State) -> list[int]:
 
 
 def _is_stored(tensor: torch.Tensor) -> bool:
-    """Return whether an attribute is an activation that a forward has stored."""
+    """Return whether a tensor attribute is an activation that a forward has stored, not a
+    weight.
+    """
     return type(tensor) is torch.Tensor and (tensor.requires_grad or tensor.is_inference())
 
 
@@ -306,21 +339,21 @@ def _configs(modules: Iterable[Any]) -> list[Any]:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes of a module or config; none of an object without a ``__dict__``."""
+    """Return the attributes of a module or config; {} for an object without a ``__dict__``."""
     try:
         attributes = object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return {}
-    return attributes if isinstance(attributes, dict) else {}  # that of a class is none
+    return attributes if isinstance(attributes, dict) else {}  # a class has a mappingproxy
 
 
 def _held_by(owners: Iterable[Any]) -> list[Any]:
-    """Return names and values of all attributes of modules and configs, with what containers hold,
-    without weights.
+    """Return names and values of all attributes of modules and configs that count, and the items of
+    containers among them.
     """
     held: list[Any] = []
     for owner in owners:
-        for name, value in list(_attributes(owner).items()):  # other threads may add some
+        for name, value in list(_attributes(owner).items()):  # list(): threads may add some
             if name not in IGNORED and not (name == "forward" and is_temporary(value)):
                 held.append(name)
                 held.append(value)
@@ -334,11 +367,11 @@ def _held_by(owners: Iterable[Any]) -> list[Any]:
 
 
 def _within(container: Any) -> list[Any]:
-    """Return the keys and values in a container, and in containers in it."""
+    """Return the keys and values in a container and, recursively, in the containers in it."""
     held = list[Any]()
     containers = [container]
     ids = {id(container)}
-    for each in containers:  # which may hold itself
+    for each in containers:  # grows inside the loop; containers may contain themselves
         values = items_of(each)
         held += values
         for value in values:
@@ -349,5 +382,5 @@ def _within(container: Any) -> list[Any]:
 
 
 def are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    """Return whether two sequences hold the same objects."""
+    """Return whether two sequences hold the same objects, compared by identity."""
     return len(before) == len(after) and all(map(operator.is_, before, after))

@@ -1,5 +1,5 @@
-"""Find which library code comes from, and refuse code that may not compute each token
-independently.
+"""Checks of the code that computes tokens: refuses hooks and modules from outside known libraries
+unless their bytecode shows that they compute each token independently.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ from transformers import GenerationMixin, PreTrainedModel
 from hf_slospec.model.overrides import all_modules
 from hf_slospec.model.properties import cannot_be_packed
 
-# Module of transformers' hooks that collect hidden states and attentions. They stay on a model
-# after its first such output, and never change a result.
+# Module of transformers whose hooks collect hidden states and attentions. The hooks stay on a model
+# after the first forward that returns them, and never change a result.
 COLLECTING = "transformers.utils.output_capturing"
 COMPILED = "get_compiler_config"  # attribute of functions that torch.compile returns
-# Hooks for gradient checkpointing, as transformers, peft and trl call them; they change no value.
+# Names of hooks for gradient checkpointing in transformers, peft and trl; they change no value.
 REQUIRING_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
 
 
 def is_compiled(model: nn.Module, parts: Sequence[Any] | None = None) -> bool:
-    """Return whether the model or a part of it was compiled; ``parts`` are all its modules.
+    """Return whether the model or a submodule was compiled by torch.compile.
 
-    Packed forwards change modules while they run, for which the compiler would compile the model
-    again."""
+    Packed forwards replace attributes of modules while they run, for which the compiler would
+    compile the model again.
+
+    Args:
+        model: the model.
+        parts: the model and all its submodules, if the caller has listed them.
+    """
     return any(
         part._compiled_call_impl is not None
         or type(part).__name__ == "OptimizedModule"
@@ -51,55 +56,58 @@ def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def is_unchanging(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is one of those known to change no value."""
+    """Return whether a hook is known to change no value (see COLLECTING and REQUIRING_GRAD)."""
     return type(hook) is FunctionType and (
         hook.__module__ == COLLECTING or hook.__name__ in REQUIRING_GRAD
     )
 
 
-WRAPPERS = {"transformers", "torch", "hf_slospec", "contextlib"}  # decorators call what they wrap
-# Libraries whose layers and hooks compute a token from its own inputs, or attend by transformers'
-# interface; the last are weight-only layers that transformers' quantizers put into models, which
-# the trial compares with themselves.
+# Libraries whose decorators only call what they wrap.
+WRAPPERS = {"transformers", "torch", "hf_slospec", "contextlib"}
+# Libraries whose layers and hooks compute each token from its own inputs, or attend through
+# transformers' interface. Those after peft have layers with quantised weights, which transformers'
+# quantizers put into models.
 LIBRARIES = WRAPPERS | set(
     "accelerate peft torchao bitsandbytes awq compressed_tensors gptqmodel hqq optimum".split()
 )
-DECLARED = (
-    "per_token"  # attribute by which hooks and modules say that they compute each token alone
-)
-# Attributes by which code reads a token's own numbers; none depends on how many tokens there are.
+# Attribute that users set on hooks and modules to declare that they compute each token alone.
+DECLARED = "per_token"
+# Names of attributes and functions that code may use on tensors: none depends on the number of
+# tokens.
 TOKEN_WISE = frozenset(
     "Tensor abs add addcmul bfloat16 clamp clone contiguous detach device div double dtype exp float functional gelu "
     "half hidden_states last_hidden_state linear logits matmul mul neg nn relu sigmoid silu softplus sub tanh to "
     "type_as unsqueeze where".split()
 )
-# Run by each call of a module.
+# Methods of torch.nn.Module that run in each call of a module.
 CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "__getattr__")
-# Globals that such code may use.
+# Global objects that token-wise code may use.
 CALLED = (isinstance, tuple, torch, nn, nn.functional, torch.Tensor)
-# Instructions of code without loops, and without a trace beyond its local variables.
+# Bytecode instructions that make no loops, and change nothing but local variables.
 WITHOUT_STATE = re.compile(
     "RESUME|NOP|CACHE|PRECALL|PUSH_NULL|COPY_FREE_VARS|LOAD_(FAST.*|CONST|SMALL_INT|DEREF|GLOBAL|ATTR|METHOD)"
     "|STORE_FAST.*|BINARY_.*|UNARY_.*|COMPARE_OP|IS_OP|TO_BOOL|NOT_TAKEN|POP_JUMP.*|JUMP_FORWARD"
     "|BUILD_(TUPLE|LIST|SLICE)|LIST_(EXTEND|TO_TUPLE)|CALL.*|KW_NAMES|RETURN_.*|POP_TOP|COPY|SWAP|UNPACK_.*"
 )
-IN_PLACE = {"out", "inplace"}  # arguments by which functions of torch write into tensors
-MAX_INDEX = 1  # of tuples; a larger number in a subscript may count tokens
+IN_PLACE = {"out", "inplace"}  # names of arguments that make torch's functions write into tensors
+MAX_INDEX = 1  # largest index of a tuple; a larger number in a subscript may count tokens
 
 
 def library_of(code: Any) -> str:
     """Return the top-level package that defines a function or class.
 
-    Functions are told by their globals: decorators copy ``__module__`` from what they wrap."""
+    For functions it is read from their globals, as decorators copy ``__module__`` from what they
+    wrap.
+    """
     names = getattr(code, "__globals__", None)
-    # The class of functions has a descriptor of that name.
+    # A class may have an attribute __globals__ that is no dict, as the class of functions does.
     module = names.get("__name__") if isinstance(names, dict) else code.__module__
     return (module or "").partition(".")[0]
 
 
 def check_code(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if tokens are computed by code that may depend on a forward's
-    shape or on others.
+    """Raise UnsupportedModelError if tokens are computed by code that may depend on the shape of a
+    forward or on other tokens.
     """
     if (title := next(_other_code(model), None)) is not None:
         raise cannot_be_packed(
@@ -112,7 +120,7 @@ def check_code(model: nn.Module) -> None:
 
 
 def num_global_hooks() -> int:
-    """Return the number of forward hooks that torch calls for all modules."""
+    """Return the number of global forward hooks, which torch calls for all modules."""
     return sum(map(len, _global_hooks()))
 
 
@@ -121,8 +129,8 @@ def _global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _other_code(model: nn.Module) -> Iterator[str]:
-    """Yield a description of each hook, forward or method that is neither a library's, nor declared
-    ``per_token``, nor token-wise by its bytecode.
+    """Yield a description of each hook, forward or method that may not compute each token alone: it
+    is not from a known library, not declared ``per_token``, and not token-wise by its bytecode.
     """
     for hook in (hook for hooks in _global_hooks() for hook in hooks.values()):
         if not _is_accepted(hook, None):
@@ -146,8 +154,8 @@ def _other_code(model: nn.Module) -> Iterator[str]:
 
 
 def _modules_of_tokens(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that compute tokens, with their names: no encoders of prompts,
-    parametrizations or modules declared ``per_token``.
+    """Yield names and modules of a model that process output tokens. Encoders of prompts,
+    parametrizations and modules declared ``per_token`` are left out.
     """
     is_whole = getattr(model.config, "is_encoder_decoder", False)
     ids = {id(model.get_encoder())} if is_whole else set[int]()
@@ -169,13 +177,13 @@ def _modules_of_tokens(model: Any) -> Iterator[tuple[str, Any]]:
 def _accelerate_hooks(module: Any) -> Iterator[Any]:
     hooks = [vars(module)["_hf_hook"]] if "_hf_hook" in vars(module) else []
     for hook in hooks:
-        hooks += getattr(hook, "hooks", ())  # of a sequence of hooks
+        hooks += getattr(hook, "hooks", ())  # accelerate's SequentialHook contains several
         yield hook
 
 
 def _overridden(kind: type) -> Iterator[str]:
-    """Yield the names of methods that forwards may call and that a class from outside the libraries
-    overrides.
+    """Yield the names of library methods that a class from outside the libraries overrides and that
+    a forward may call.
     """
     foreign = [base for base in kind.__mro__ if not _is_of_library(base)]
     for name in dict.fromkeys(name for base in foreign for name in vars(base)):
@@ -187,8 +195,8 @@ def _overridden(kind: type) -> Iterator[str]:
 
 
 def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
-    """Return whether a hook or forward is a library's, declared, or seen to compute each token
-    alone.
+    """Return whether a hook or forward is a known library's, is declared ``per_token``, or is
+    token-wise by its bytecode.
     """
     if any(getattr(each, DECLARED, False) for each in (code, *_functions(code))):
         return True
@@ -216,7 +224,9 @@ def _is_of_library(code: Any) -> bool:
 
 
 def _functions(code: Any) -> Iterator[Any]:
-    """Yield the functions behind a callable: itself, the methods it is bound to, and what it wraps."""
+    """Yield the functions that run when a callable is called, including the functions that it
+    wraps.
+    """
     wrapped = getattr(code, "__dict__", {}).get("__wrapped__")
     if wrapped is not None:
         yield from _functions(wrapped)
@@ -237,11 +247,18 @@ def _functions(code: Any) -> Iterator[Any]:
 def is_token_wise(
     function: Any, owner: nn.Module | None = None, values: Iterable[Any] = ()
 ) -> bool:
-    """Return whether a function's bytecode shows that it treats all tokens alike and independently.
+    """Return whether a function's bytecode shows that it computes each token alone, and all in the
+    same way.
 
-    It may only add, multiply and convert tensors, by constants or attributes of ``owner``, without
-    loops, shapes or state; ``values`` are its bound arguments. What such code does to one shape, it
-    does to all, as a trial shows."""
+    Such a function may only add, multiply and convert tensors, with constants or attributes of
+    ``owner``, without loops, shapes or state. It computes the same for every shape, so a trial with
+    one shape is enough.
+
+    Args:
+        function: the function.
+        owner: module that it is called for.
+        values: arguments that are bound to the function.
+    """
     if not isinstance(function, FunctionType):
         return False
     instructions = list(dis.get_instructions(function))
@@ -267,8 +284,9 @@ def _writes(function: FunctionType, instructions: Sequence[dis.Instruction]) -> 
     """Return whether code may write into tensors that outlive the call, by which it could count its
     calls.
 
-    ``hidden += v`` writes into the output, unless ``hidden`` is another name of a tensor that is
-    not the call's."""
+    ``hidden += v`` is allowed, as it writes into the call's own tensor, unless ``hidden`` is
+    another name for an attribute, a global or a default value.
+    """
     tuples = (const for const in function.__code__.co_consts if isinstance(const, tuple))
     if not IN_PLACE.isdisjoint(itertools.chain.from_iterable(tuples)):
         return True
@@ -288,8 +306,8 @@ def _reads_plainly(
     owner: nn.Module | None,
     is_plain: Callable[[Any], bool],
 ) -> bool:
-    """Return whether an instruction reads a constant, a number, a tensor or a module that is
-    checked by itself.
+    """Return whether an instruction reads only constants, numbers, tensors, or submodules, which
+    are checked separately.
     """
     kind = instruction.opname
     name = instruction.argval
@@ -309,7 +327,10 @@ def _reads_plainly(
 
 
 def _is_plain(value: Any, has_subscript: bool) -> bool:
-    """Return whether a value is a number, a tensor or the like; an index may not count tokens."""
+    """Return whether a value is a constant that token-wise code may read: a number, string, dtype,
+    device, tensor or slice of numbers. If the code has subscripts, larger integers are not allowed,
+    as they may be indices of tokens.
+    """
     if isinstance(value, slice):
         return all(_is_plain(part, has_subscript) for part in (value.start, value.stop, value.step))
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,6 @@
-"""Attention backends: their signature, those that plugins add, and the choice of one for a model."""
+"""Attention backends for packed batches: their signature, the registry that plugins add to, and the
+choice of a backend for a model.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """Attention of a packed batch's tokens over the keys visible to each of them."""
+    """A function that computes attention of a packed batch's tokens over the keys that each may
+    see.
+    """
 
-    __name__: str  # step-time profiles are stored under this name
+    __name__: str  # name of the backend; saved cost profiles are only used with the same backend
 
     def __call__(
         self,
@@ -34,16 +38,17 @@ class Backend(Protocol):
 
 
 class KernelAttention(ABC):
-    """Base of backends by kernels; layers that no kernel takes use ``sdpa``.
+    """Base of backends that call kernels for the whole packed batch; ``sdpa`` computes layers that
+    no kernel supports.
 
-    They read tensors only, whose sizes depend on no sequence length, so that CUDA graphs can hold
-    them.
+    The kernels read only tensors whose sizes do not depend on sequence lengths, so CUDA graphs can
+    contain them.
     """
 
     __name__: str
 
     def __init__(self) -> None:
-        self._logged = set[str]()  # reasons for sdpa
+        self._logged = set[str]()  # reasons for using sdpa that were logged, each once
 
     def __call__(
         self,
@@ -66,7 +71,7 @@ class KernelAttention(ABC):
     def why_not(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
     ) -> str | None:
-        """Return why no kernel takes these tensors; None if one does."""
+        """Return why no kernel supports these tensors; None if one does."""
 
     @abstractmethod
     def attend(
@@ -77,31 +82,36 @@ class KernelAttention(ABC):
         batch: Plans,
         rules: AttentionRules,
     ) -> torch.Tensor:
-        """Return attention as a :class:`Backend` does."""
+        """Compute attention by a kernel; arguments and result are those of :class:`Backend`."""
 
 
 class Kernels(NamedTuple):
-    """Backends that a plugin registers in :data:`KERNELS`."""
+    """Constructor and availability check of a kernel backend, which a plugin adds to
+    :data:`KERNELS`.
+    """
 
-    # Why no kernel takes a layer, by its cache layout; None if one does.
+    # Returns why no kernel supports a layer; None if one does.
     why_not: Callable[[AttentionLayer], str | None]
-    # (layers, by_path) -> the backend
+    # (layers, by_path) -> the backend, see backend_for
     new: Callable[[Sequence[AttentionLayer], bool], KernelAttention]
 
 
-KERNELS: dict[str, Kernels] = {}  # by name, in the order in which "auto" tries them
+# Name of the option ``attention`` -> its kernels, in the order in which "auto" tries them.
+KERNELS: dict[str, Kernels] = {}
 
 
 def backend_for(attention: str, layers: Sequence[AttentionLayer], by_path: bool = False) -> Backend:
-    """Return the backend named ``attention``; ``"auto"`` chooses the first of triton, flash, sdpa
-    that a layer can use.
+    """Return the attention backend of a model.
 
-    With ``by_path``, the bits of a token's result depend on its path only on CUDA; the caller has
-    checked :func:`why_no_triton`.
+    Args:
+        attention: name of the backend; "auto": the first of triton, flash and sdpa that some layer
+            can use.
+        layers: attention layers of the model.
+        by_path: on CUDA, the bits of a token's result must depend only on the tokens that it
+            attends to. The caller has checked :func:`why_no_triton`.
 
     Raises:
-        UnsupportedOptionError: ``attention`` is ``"triton"`` or ``"flash"``, and no layer can use
-            it.
+        UnsupportedOptionError: ``attention`` is "triton" or "flash", and no layer can use it.
     """
     if attention == "4d_mask":
         return masked_attention
@@ -123,13 +133,13 @@ def backend_for(attention: str, layers: Sequence[AttentionLayer], by_path: bool 
 
 
 def why_no_triton(layers: Sequence[AttentionLayer]) -> str | None:
-    """Return why some layer cannot use Triton's attention; None if all can."""
+    """Return why some layer cannot use the Triton backend; None if all layers can."""
     reasons = (why_no_kernel("triton", layer) for layer in layers)
     return next(filter(None, reasons), None)
 
 
 def why_no_kernel(name: str, layer: AttentionLayer) -> str | None:
-    """Return why no kernel of this backend takes a layer; None if one does."""
+    """Return why no kernel of the backend ``name`` supports a layer; None if one does."""
     load_plugins()
     if (kernels := KERNELS.get(name)) is None:
         return "hf_slospec.cuda is not there"

@@ -1,4 +1,6 @@
-"""Hooks that cache K and V of packed batches, and attend to them."""
+"""Hooks for the forward of a packed batch: they write the new tokens' K and V to the pool, and
+compute the layers' attention over the pool.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,19 @@ from hf_slospec.model.batch import (
 )
 from hf_slospec.model.kv_cache import KVPool
 
-Cached = tuple[AttentionLayer, torch.Tensor, torch.Tensor]  # a layer with its keys and values
+# A layer and its K and V in the pool, each [num_slots, num_kv_heads, dim].
+Cached = tuple[AttentionLayer, torch.Tensor, torch.Tensor]
 
 
 class PackedForward(AttentionHook):
-    """Hook that stages K and V of the batch in the pool, and attends to all that its tokens see."""
+    """Hook that writes the batch's K and V to the pool, and computes attention by a backend."""
 
     def __init__(
         self,
         pool: KVPool,
         batch: Plans,
         backend: Backend,
-        layers: Sequence[AttentionLayer],  # in the order in which the pool stores them
+        layers: Sequence[AttentionLayer],  # in the order of their K and V in the pool
         position_ids: torch.Tensor,  # [1, num_tokens] int64, as passed to the model
     ):
         self.pool = pool
@@ -43,15 +46,27 @@ class PackedForward(AttentionHook):
         self.backend = backend
         self._layers = {layer.layer_idx: (pool_idx, layer) for pool_idx, layer in enumerate(layers)}
         self.positions = Positions(position_ids)
-        # By the ids of K and V; layers may share them. They are not kept alive: prompts are long.
+        # Ids of K and V -> weak references to them and the layer that cached them; layers may share
+        # K and V. Strong references would keep large tensors of long prompts alive.
         self._cached: dict[tuple[int, int], tuple[ref[Any], ref[Any], Cached]] = {}
-        self._unattended = set[int]()  # layers that have cached K and V and not attended yet
-        self._latent: AttentionLayer | None = None  # a latent layer between update and attend
+        # Indices of layers that have cached K and V and have not attended yet.
+        self._unattended = set[int]()
+        # The latent-attention layer that has called update() and not yet attend().
+        self._latent: AttentionLayer | None = None
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stage a layer's K and V of the batch, each [1, num_kv_heads, num_tokens, dim]."""
+        """Write a layer's K and V of the new tokens to their slots.
+
+        Args:
+            key: [1, num_kv_heads, num_tokens, dim].
+            value: [1, num_kv_heads, num_tokens, value_dim].
+            layer_idx: index of the layer in the model.
+
+        Returns:
+            The same K and V; with latent attention, K and V of all visible slots.
+        """
         if layer_idx not in self._layers:
             raise UnsupportedModelError(
                 f"the model had {len(self._layers)} attention layers and now has one of index {layer_idx}; call "
@@ -63,7 +78,7 @@ class PackedForward(AttentionHook):
         slots = self.batch.plan(plan_own, keys.device).slots
         keys.index_copy_(0, slots, key[0].transpose(0, 1))
         values.index_copy_(0, slots, value[0].transpose(0, 1))
-        if layer.is_latent:  # the layer expands the returned tensors, so it needs all visible slots
+        if layer.is_latent:  # the layer expands what is returned, so it needs all visible slots
             self._latent = layer
             visible = self.batch.plan(plan_visible, keys.device).slots
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
@@ -71,10 +86,12 @@ class PackedForward(AttentionHook):
         return key, value
 
     def cached(self, key: torch.Tensor, value: torch.Tensor) -> Cached | None:
-        """Return the layer that cached these K and V, and its storage; None if none did."""
+        """Return the layer that cached these K and V, with its tensors in the pool; None if no
+        layer did.
+        """
         entry = self._cached.get((id(key), id(value)))
         if entry is None or entry[0]() is not key or entry[1]() is not value:
-            return None  # ids are used again
+            return None  # the id belonged to a tensor that was freed
         self._unattended.discard(entry[2][0].layer_idx)
         return entry[2]
 
@@ -86,7 +103,9 @@ class PackedForward(AttentionHook):
         rules: AttentionRules,
         *_: Any,
     ) -> torch.Tensor:
-        """Return attention of the layer that cached these K and V; the batch has the mask."""
+        """Compute attention of the layer that cached these K and V. The mask argument is ignored,
+        as the batch has the mask.
+        """
         cached = self.cached(key, value)
         batch = self.batch
         if cached is not None:
@@ -102,7 +121,7 @@ class PackedForward(AttentionHook):
             raise RuntimeError("an attention layer attends to keys that were not cached")
         backend = self.backend
         if rules.bias is not None and backend is not isolated_attention:
-            backend = sdpa_attention  # the others take no bias
+            backend = sdpa_attention  # other backends do not support a bias
         return backend(
             query[0], keys, values, batch, rules._replace(window=layer.window, chunk=layer.chunk)
         )[None]
@@ -115,14 +134,15 @@ class PackedForward(AttentionHook):
             )
 
 
-# Slots of staged tokens from the first one to a leaf, [length] int64 behind the committed tokens; and
-# of tokens of the batch among them, index in the span and number of staged tokens that they see.
+# Staged tokens from the root to a leaf: their slots counted from the end of the committed tokens,
+# [length] int64; and, for tokens of the path that this batch computes, (index in the span, number
+# of staged tokens that the token attends to).
 Path = tuple[torch.Tensor, list[tuple[int, int]]]
 
 
 class AloneForward(PackedForward):
-    """Forward of a packed batch in which a token's attention does not depend on the other tokens,
-    bit for bit.
+    """Hook with which a token's attention does not depend, bit for bit, on the other tokens of the
+    batch.
     """
 
     batch: PackedBatch
@@ -140,7 +160,7 @@ class AloneForward(PackedForward):
         mask: torch.Tensor | None,
         plain: PlainAttention,
     ) -> torch.Tensor:
-        """Return attention of one token after the other, by the model's implementation."""
+        """Compute attention for one token at a time, by the model's own implementation."""
         cached = self.cached(key, value)
         assert cached is not None, "an attention layer attends to keys that were not cached"
         layer, keys, values = cached
@@ -151,7 +171,7 @@ class AloneForward(PackedForward):
             committed = torch.arange(first, first + length, device=keys.device)
             for staged, tokens in paths:
                 slots = torch.cat((committed, staged + first + length))
-                # In the layout that stock's cache has.
+                # In the memory layout of stock's cache, as bits may depend on it.
                 path_keys, path_values = (
                     stored[slots].transpose(0, 1).contiguous()[None] for stored in (keys, values)
                 )
@@ -159,7 +179,7 @@ class AloneForward(PackedForward):
                     row = span.begin + index
                     end = length + num_staged
                     seen = slice(0 if layer.window is None else max(end - layer.window, 0), end)
-                    # Without a mask, as the token sees all of these keys.
+                    # Without a mask, as the token attends to all keys of the slice.
                     attended[row] = plain(
                         query[:, :, row : row + 1], path_keys[:, :, seen], path_values[:, :, seen]
                     )
@@ -167,8 +187,8 @@ class AloneForward(PackedForward):
 
 
 def _paths(span: Span) -> list[Path]:
-    """Return paths of a span's staged tokens that together have all of its tokens, each token on
-    one of them.
+    """Return a path to each leaf of a span's staged tokens. Each token that this forward computes
+    is listed on exactly one path.
     """
     mask = span.staged_mask
     offset = span.num_staged - span.num_tokens

@@ -1,8 +1,9 @@
-"""The hook that a model's layers call in the forward of a packed batch, in place of their cache and attention.
+"""The hook that a model's layers call in the forward of a packed batch, in place of their cache and
+attention.
 
 While a hook is active in the current thread, attention layers call its ``attend``, transformers'
-mask builders its ``build_mask``, and the functions that it names in ``mixers`` its ``mix``. At all
-other times and in all other threads they run what the model was loaded with.
+mask builders its ``build_mask``, and the functions named in its ``mixers`` its ``mix``. Otherwise,
+and in other threads, they run the code that the model was loaded with.
 """
 
 from __future__ import annotations
@@ -25,52 +26,64 @@ from hf_slospec.model.batch import AttentionRules
 from hf_slospec.model.overrides import Attribute, ReplacedAttributes
 from hf_slospec.model.properties import cache_option, given_position_ids
 
-# A layer's attention without a mask, as the model was loaded with: (query, key, value), each
-# [1, heads, tokens, dim] -> [1, num_queries, num_heads, value_dim]
+# Attention of a layer without a mask, by the implementation that the model was loaded with:
+# (query, key, value), each [1, heads, tokens, dim] -> [1, num_queries, num_heads, value_dim]
 PlainAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Attended = tuple[torch.Tensor, torch.Tensor | None]  # a layer's output and attention weights
+# What attention functions of transformers return: output, and attention weights or None.
+Attended = tuple[torch.Tensor, torch.Tensor | None]
 
-# Mask builders return a 4D mask unchanged, and packed attention does not read it.
+# Shape of a mask that is passed to the model so that it builds none: transformers' mask builders
+# return a 4D mask unchanged, and packed attention does not read it.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
 KEY_BIASES = ("alibi", "position_bias")  # arguments of attention modules that hold a bias per key
 ATTENTION = "_attn_implementation_internal"  # config attribute that names the attention to use
-# What is registered here takes precedence over transformers' own builders.
+# Mask builders registered in this dict take precedence over transformers' own.
 MASK_BUILDERS: Attribute = (ALL_MASK_ATTENTION_FUNCTIONS, "_local_mapping")
-MASKING = ("eager", "sdpa")  # attention implementations that read a mask
+MASKING = ("eager", "sdpa")  # names of attention implementations that read a mask
 
 
 class Positions(NamedTuple):
-    """Positions in a packed forward."""
+    """Positions of the tokens and keys of a packed forward."""
 
     of_tokens: torch.Tensor  # [1, num_tokens] int64
-    of_keys: torch.Tensor | None = None  # [num_keys] int64, where layers attend by their own code
+    # [num_keys] int64, positions of cached keys; set for layers that compute attention themselves
+    of_keys: torch.Tensor | None = None
 
     @property
     def offsets(self) -> torch.Tensor:
-        """Positions of the tokens minus their indices in the batch.  [num_tokens] int64
+        """Positions of the tokens minus their indices in the batch.  -> [num_tokens] int64
 
-        A layer that asks the cache for its length adds indices in the batch to it."""
+        A layer that asks the cache for its length adds a token's index in the batch to it, which
+        gives the position.
+        """
         positions = self.of_tokens[0]
         return positions - torch.arange(len(positions), device=positions.device)
 
 
 class AttentionHook:
-    """Base of what a model receives as its cache in a packed forward, and calls for attention."""
+    """Base of the objects that a model is given as its cache in a packed forward, and that its
+    layers call for attention.
+    """
 
-    # transformers reads these to build masks.
+    # Attributes that transformers reads of a cache when it builds masks.
     is_compileable = False
     is_initialized = True
 
-    positions: Positions | None = None  # read by position tables, and by biases of keys
-    bias: torch.Tensor | None = None  # T5's, [num_heads, num_distances], set by its first layer
-    mixers: tuple[str, ...] = ()  # functions in the layers' modules that call :meth:`mix`
-    # Layers attend by their own code; only masks are replaced.
+    # Read by learned position embeddings and by biases of keys (ALiBi).
+    positions: Positions | None = None
+    # T5's relative position bias, [num_heads, num_distances], set by the model's first layer.
+    bias: torch.Tensor | None = None
+    # Names of functions in the layers' modules that are replaced by calls of :meth:`mix`.
+    mixers: tuple[str, ...] = ()
+    # Only mask builders are replaced; layers compute attention themselves.
     only_masks = False
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
-        """Return the number of cached tokens as transformers asks for it, 0 for masks.
+        """Return the number of cached tokens that transformers asks a cache for.
 
-        A layer that asks for its own length, as Llama 4's do, gets :attr:`Positions.offsets`."""
+        It is 0 when masks are built. A layer that passes its index, as Llama 4's layers do, gets
+        :attr:`Positions.offsets`.
+        """
         return 0 if layer_idx is None or self.positions is None else self.positions.offsets
 
     def attend(
@@ -82,19 +95,25 @@ class AttentionHook:
         mask: torch.Tensor | None,
         plain: PlainAttention,
     ) -> torch.Tensor:
-        """Return a layer's attention.  -> [1, num_tokens, num_heads, value_dim]"""
+        """Compute a layer's attention.  -> [1, num_tokens, num_heads, value_dim]"""
         raise NotImplementedError
 
     def build_mask(self, name: str, plain: Callable[..., Any], **options: Any) -> Any:
-        """Return a mask for the attention implementation ``name``, which ``plain`` would build."""
+        """Build the mask for the attention implementation ``name``; ``plain`` is transformers' own
+        builder.
+        """
         return plain(**options)
 
     def mix(self, name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what the function ``name`` of :attr:`mixers` would return for each sequence alone."""
+        """Compute what the function ``name`` of :attr:`mixers` would return for each sequence
+        alone; ``plain`` is the function itself.
+        """
         return plain(*args, **kwargs)
 
     def arguments(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the model's forward, with a mask that keeps it from building one."""
+        """Return the arguments of the model's forward, with a mask added that keeps it from
+        building one.
+        """
         if options.get("attention_mask") is not None or self.positions is None:
             return options
         device = self.positions.of_tokens.device
@@ -115,7 +134,7 @@ _attributes: weakref.WeakKeyDictionary[nn.Module, dict[Any, list[Attribute]]] = 
 
 @contextlib.contextmanager
 def active_hook(model: nn.Module, hook: AttentionHook) -> Iterator[None]:
-    """Let the model's layers call the hook inside this context, in this thread only."""
+    """Context manager in which the model's layers call the hook, in this thread only."""
     attributes = _attributes_of(model, hook)
     _replaced.replace(attributes, _hooked)
     token = _active.set(hook)
@@ -133,10 +152,19 @@ def run_model(
     attention_mask: torch.Tensor | None = None,
     **inputs: Any,
 ) -> Any:
-    """Run the model for a packed batch, with the hook as its cache and attention, and return its
-    output.
+    """Run the model on a packed batch, with the hook as its cache and attention.
 
-    With ``attention_mask=None``, the hook keeps models from building masks that it does not read."""
+    Args:
+        model: a causal LM.
+        hook: becomes active during the forward.
+        position_ids: [1, num_tokens] int64.
+        attention_mask: passed to the model, which builds masks from it; None: the hook keeps the
+            model from building masks.
+        inputs: further arguments of the model's forward.
+
+    Returns:
+        The model's output.
+    """
     options = dict(inputs, use_cache=True, return_dict=True)
     options |= given_position_ids(model, position_ids) | cache_option(hook, model)
     if attention_mask is not None:
@@ -146,15 +174,16 @@ def run_model(
 
 
 def forget_attributes(model: nn.Module) -> None:
-    """Read the model's modules anew in its next forward, as some were replaced.
-
-    Copies of modules have configs of their own."""
+    """Forget which attributes of the model are replaced, after its modules have changed; the next
+    forward finds them anew.
+    """
     _attributes.pop(model, None)
 
 
 def _attributes_of(model: nn.Module, hook: AttentionHook) -> list[Attribute]:
-    """Return the attributes that a hook replaces: names of attention implementations, mixers and
-    forwards of modules that count tokens."""
+    """Return the attributes that a hook replaces: names of attention implementations in configs,
+    mixer functions, and forwards of modules that read positions or key biases.
+    """
     by_kind = _attributes.setdefault(model, {})
     kind = hook.only_masks, hook.mixers
     if kind not in by_kind:
@@ -180,12 +209,12 @@ def _attributes_of(model: nn.Module, hook: AttentionHook) -> list[Attribute]:
 
 
 def _hooked(original: Any, attribute: Attribute) -> Any:
-    """Return the value of an attribute while a hook is active in some thread."""
+    """Return the value that an attribute has while a hook is active in some thread."""
     owner, name = attribute
     if name == ATTENTION:
         return _registered_name(original)
     if owner is ALL_MASK_ATTENTION_FUNCTIONS:
-        # Under the same names, as layers compare these with names they know.
+        # Under the original names, as layers compare the name of their attention with known ones.
         plain = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping | original
         return original | {each: _masked_or(each, plain[each]) for each in MASKING}
     if name == "forward":
@@ -206,22 +235,27 @@ def _mixed_or(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _masked_or(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a mask builder that calls the active hook's, or without one ``original``.
+    """Return a mask builder that calls the active hook's ``build_mask``, or ``original`` if no hook
+    is active in this thread.
 
-    ``original``: None for transformers' builder of that name, which may be registered anew."""
+    Args:
+        name: attention implementation that the mask is for.
+        original: None: the builder that transformers has registered under ``name`` at the time of a
+            call.
+    """
 
     def build(**options: Any) -> Any:
         plain = ALL_MASK_ATTENTION_FUNCTIONS[name] if original is None else original
         hook = _active.get()
         return plain(**options) if hook is None else hook.build_mask(name, plain, **options)
 
-    # Checks of whose code attends look at what it wraps.
+    # functools.wraps lets ownership.py see which function this one wraps.
     return build if original is None else functools.wraps(original)(build)
 
 
 def _registered_name(original: str | None) -> str:
-    """Return the name of an attention implementation that calls the active hook, or ``original``
-    without one.
+    """Register an attention implementation that calls the active hook, or ``original`` if no hook
+    is active in this thread, and return its name.
     """
     original = original or "eager"
     name = f"hf_slospec:{original}"
@@ -275,30 +309,36 @@ def _loaded_with(original: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def _is_t5(module: Any) -> bool:
-    """Return whether a layer adds T5's bias, which depends on the distance of query and key only."""
+    """Return whether a layer adds T5's relative position bias, which depends only on the distance
+    of query and key.
+    """
     return hasattr(module, "relative_attention_max_distance")
 
 
 def _bias(hook: AttentionHook, module: Any) -> torch.Tensor | None:
-    """Return the bias by distance, [num_heads, num_distances]; None if the layer adds none.
+    """Return T5's relative position bias, [num_heads, num_distances]; None if the layer adds none.
 
-    The first layer computes it for all, by indices in the batch, which are wrong for a packed one."""
+    The model's first layer computes the bias for all layers. It does so by indices in the batch,
+    which are wrong for a packed batch, so it is computed here by distance.
+    """
     if not _is_t5(module):
         return None
     if module.has_relative_attention_bias:
-        length = module.relative_attention_max_distance + 1  # all farther keys have the same bias
+        length = module.relative_attention_max_distance + 1  # keys farther away share the last bias
         # [1, num_heads, 1, length]
         by_index = module.compute_bias(1, length, past_seen_tokens=length - 1)
         hook.bias = by_index[0, :, 0].flip(-1)
-    return hook.bias  # None in a cross-attention before any other
+    return hook.bias  # None if a cross-attention layer runs before the first layer with a bias
 
 
 def _counts_tokens(module: nn.Module) -> bool:
-    """Return whether a module's forward takes positions, or biases of keys, that packing changes."""
-    kind: Any = type(module)  # mypy takes classes of modules for unhashable
+    """Return whether a module's forward takes positions or key biases that are wrong for a packed
+    batch.
+    """
+    kind: Any = type(module)  # Any, as mypy takes classes of modules for unhashable
     if isinstance(module, nn.Embedding):
         return "position_ids" in _arguments(kind)
-    # Blocks may pass the bias on; only the innermost one reads it.
+    # Outer modules may only pass the bias on; the innermost one reads it.
     parts = list(module.modules())[1:]
     return _has_bias(module) and not any(map(_has_bias, parts))
 
@@ -322,8 +362,9 @@ def _positioned(kind: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         hook = _active.get()
         if hook is not None and hook.positions is not None:
             of_tokens, of_keys = hook.positions
-            # Some tables add the batch dimension themselves, so positions that the caller did not
-            # pass have none; embeddings of either shape can be added to those of the tokens.
+            # Positions that the model did not pass get no batch dimension, as some position
+            # embeddings add it themselves. Results with and without it can both be added to the
+            # token embeddings.
             if is_table:
                 if options.get("position_ids") is not of_tokens:
                     options["position_ids"] = of_tokens[0]
@@ -341,16 +382,16 @@ def _positioned(kind: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 def bias_by_position(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the bias of keys at these positions, up to a constant, which softmax ignores.
 
-    The constant makes the bias 0 at the last position, as otherwise a table that ends with 0 would
-    lose precision.
+    The constant makes the bias 0 at the last position; otherwise a bias table that ends with 0
+    would lose precision.
 
     Args:
-        bias: [..., num_positions], for keys at the positions 0, 1, 2 ... of one sequence.
+        bias: [..., num_positions], for keys at positions 0, 1, 2 ... of one sequence.
         positions: [num_keys] int64.
 
     Returns:
         [..., num_keys].
     """
-    # Only tokens that are never committed are beyond the table.
+    # Positions beyond the bias table belong to draft nodes that are never committed.
     clamped = positions.clamp(max=bias.shape[-1] - 1)
     return bias[..., clamped] - bias[..., clamped.max()].unsqueeze(-1)

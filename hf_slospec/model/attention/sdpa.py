@@ -1,4 +1,6 @@
-"""Attention by ``scaled_dot_product_attention``, one call per sequence."""
+"""Attention of packed batches by torch's ``scaled_dot_product_attention``, one call per sequence,
+and two slower references: one masked call for the whole batch, and one call per token.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ def dense_attention(
     query: torch.Tensor,  # [num_heads, num_queries, head_dim]
     key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim]
     value: torch.Tensor,  # [num_kv_heads, num_keys, value_dim]
-    mask: torch.Tensor | None,  # [num_queries, num_keys] additive
-    rules: AttentionRules,  # window and chunk are part of the mask
+    mask: torch.Tensor | None,  # [num_queries, num_keys], added to scores
+    rules: AttentionRules,  # window and chunk are ignored, as the mask contains them
 ) -> torch.Tensor:
-    """Return attention computed step by step, softmax in fp32.  -> [num_heads, num_queries,
+    """Compute attention by matrix products, with softmax in fp32.  -> [num_heads, num_queries,
     value_dim]
     """
     groups = query.shape[0] // key.shape[0]
@@ -46,8 +48,8 @@ def masked_attention(
     batch: Plans,
     rules: AttentionRules,
 ) -> torch.Tensor:
-    """Return attention of the whole batch over the whole pool under one mask: the reference of all
-    other backends.
+    """Compute attention of the whole batch over the whole pool under one mask: the reference that
+    all other backends are tested against (``attention="4d_mask"``).
     """
     mask = torch.full(
         (query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device
@@ -57,7 +59,8 @@ def masked_attention(
     )
     for sequence in plan.sequences:
         mask[sequence.tokens, sequence.slots] = 0.0 if sequence.mask is None else sequence.mask
-    is_seen = mask.isfinite().any(0)  # other slots may hold NaN, which masks do not keep out
+    # Slots that no token attends to may hold NaN, which a mask does not keep out.
+    is_seen = mask.isfinite().any(0)
     key = keys[is_seen].transpose(0, 1)
     value = values[is_seen].transpose(0, 1)
     return dense_attention(query, key, value, mask[:, is_seen], rules).transpose(0, 1)
@@ -70,9 +73,10 @@ def isolated_attention(
     batch: Plans,
     rules: AttentionRules,
 ) -> torch.Tensor:
-    """Return attention of one token after the other, each over exactly the keys that it sees.
+    """Compute attention for one token at a time, over exactly the keys that it may attend to.
 
-    A mask does not keep out NaN: it adds to scores, and 0 times NaN is NaN.
+    This keeps NaN of other tokens out. A mask does not: it is added to scores, and 0 times NaN is
+    NaN.
     """
     out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
     plan: SequencePlan = batch.plan(
@@ -92,12 +96,13 @@ def isolated_attention(
     return out
 
 
-_KERNELS_LOCK = Lock()  # torch's choice of kernels is global; the context restores it at its end
+# torch's choice of SDPA kernels is global, so only one thread at a time may change it.
+_KERNELS_LOCK = Lock()
 
 
 @contextlib.contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Use other kernels than cuDNN's, which makes a plan for every new shape of a call (0.4 s)."""
+    """Exclude cuDNN's kernels in this context: cuDNN makes a plan for every new shape (0.4 s)."""
     with _KERNELS_LOCK, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         yield
 
@@ -109,14 +114,14 @@ def sdpa_attention(
     batch: Plans,
     rules: AttentionRules,
 ) -> torch.Tensor:
-    """Return attention of each sequence over its own slots, which are sliced from the pool, not
+    """Compute attention of each sequence over its slots, which are a slice of the pool: nothing is
     padded or gathered.
     """
     num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     is_plain = rules.softcap is None and rules.sinks is None and rules.bias is None
-    # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa
-    # on CPU.
+    # Grouped-query attention: the query heads that share a KV head are concatenated along the query
+    # dimension, which is faster on CPUs than enable_gqa.
     groups = num_heads // num_kv_heads if is_plain else 1
     plan: SequencePlan = batch.plan(
         plan_sequences, query.device, rules.window, rules.chunk, groups, query.dtype
@@ -136,9 +141,8 @@ def sdpa_attention(
                 attended = F.scaled_dot_product_attention(
                     grouped, key[None], value[None], attn_mask=sequence.mask, scale=rules.scaling
                 )
-                attended = attended.reshape(
-                    num_heads, -1, values.shape[-1]
-                )  # not view: on CUDA heads may be inner
+                # reshape, not view: on CUDA the head dimension may not be the outermost in memory.
+                attended = attended.reshape(num_heads, -1, values.shape[-1])
             else:
                 mask = sequence.mask if rules.bias is None else sequence.biased(rules.bias)
                 attended = dense_attention(own_query, key, value, mask, rules)
@@ -148,16 +152,16 @@ def sdpa_attention(
 
 @dataclass(frozen=True, eq=False)
 class SequenceKeys:
-    """Tokens of one sequence in a packed batch, and the slots that they see: committed tokens, then
-    staged ones.
+    """Tokens of one sequence in a packed batch, and the slots that they may attend to: first
+    committed tokens, then staged tokens.
     """
 
-    tokens: slice  # in the batch
-    slots: slice
+    tokens: slice  # indices of the tokens in the batch
+    slots: slice  # indices of the slots in the layer's K and V
     staged_mask: torch.Tensor  # [num_tokens, num_staged] bool, see Span
-    staged_positions: torch.Tensor  # [num_staged] int64
-    # [repeats * num_tokens, num_slots] additive; None: all slots may be attended to, or the plan is
-    # not completed.
+    staged_positions: torch.Tensor  # [num_staged] int64, see Span
+    # [repeats * num_tokens, num_slots], added to scores. None: all tokens attend to all slots, or
+    # the plan is not completed yet.
     mask: torch.Tensor | None = None
 
     def seen(self, window: int | None, chunk: int | None) -> torch.Tensor:
@@ -181,7 +185,9 @@ class SequenceKeys:
 
     @property
     def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions of the tokens, [num_tokens, 1] int64, and of the slots, [num_slots] int64."""
+        """Return positions of the tokens, [num_tokens, 1] int64, and of the slots, [num_slots]
+        int64.
+        """
         length = self.slots.stop - self.slots.start - len(self.staged_positions)
         committed = torch.arange(length, device=self.staged_positions.device)
         return self.staged_positions[-len(self.staged_mask) :, None], torch.cat(
@@ -189,8 +195,13 @@ class SequenceKeys:
         )
 
     def biased(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return the mask plus a bias by distance, see AttentionRules.  -> [num_heads, num_tokens,
-        num_slots]
+        """Return the mask plus the relative position bias.
+
+        Args:
+            bias: see :class:`AttentionRules`.
+
+        Returns:
+            [num_heads, num_tokens, num_slots].
         """
         queries, keys = self._positions
         by_head = bias[:, (queries - keys).clamp(0, bias.shape[1] - 1)]
@@ -199,17 +210,19 @@ class SequenceKeys:
 
 @dataclass(frozen=True, eq=False)
 class SequencePlan(Plan):
-    """Sequences of a packed batch with their masks, for layers with one window and chunk."""
+    """Tokens, slots and masks of each sequence of a packed batch, for layers with one window and
+    chunk size.
+    """
 
     sequences: list[SequenceKeys]
     window: int | None
     chunk: int | None
-    repeats: int  # queries per token
+    repeats: int  # number of times that masks repeat each token, see plan_sequences
     dtype: torch.dtype  # dtype of the masks
 
     def completed(self, seen: torch.Tensor | None = None) -> SequencePlan:
-        """Return a copy with masks, which are made on the layers' device, as they grow with the
-        text.
+        """Return a copy with masks. These are made on the layers' device, as their size grows with
+        sequence lengths.
         """
         assert seen is None, "a plan that depends on sequence lengths is not captured"
         return replace(
@@ -218,10 +231,10 @@ class SequencePlan(Plan):
 
     def _mask(self, sequence: SequenceKeys) -> torch.Tensor | None:
         num_tokens, num_staged = sequence.staged_mask.shape
-        if not num_staged:  # queries over committed tokens, which the caller has cut to the window
+        if not num_staged:  # all keys are committed tokens; the caller has cut them to the window
             return None
         allowed = sequence.seen(self.window, self.chunk)
-        # On another device, reading the mask would make the host wait.
+        # On other devices than CPUs, reading the mask would make the host wait.
         if num_tokens == 1 and allowed.is_cpu and bool(allowed.all()):
             return None
         mask = torch.zeros_like(allowed, dtype=self.dtype).masked_fill_(~allowed, float("-inf"))
@@ -231,7 +244,16 @@ class SequencePlan(Plan):
 def plan_sequences(
     batch: PackedBatch, window: int | None, chunk: int | None, repeats: int, dtype: torch.dtype
 ) -> SequencePlan:
-    """Return the plan of a batch, whose masks repeat each of a sequence's tokens ``repeats`` times."""
+    """Return the plan of a packed batch.
+
+    Args:
+        batch: the packed batch.
+        window: sliding window of the layers, in positions.
+        chunk: chunk size of chunked attention, in positions.
+        repeats: number of times that masks repeat each token: the number of query heads that share
+            a KV head and are concatenated along the query dimension.
+        dtype: dtype of the masks.
+    """
     sequences = [
         SequenceKeys(
             slice(span.begin, span.end), slots, span.staged_mask_for(window), span.staged_positions
