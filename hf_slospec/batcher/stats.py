@@ -315,7 +315,9 @@ def with_labels(families: Iterable[Any], **labels: str) -> Iterator[Any]:
 
 
 def _observations(request: Request, metrics: RequestMetrics) -> dict[str, float]:
-    """Return one value per histogram, by the histogram's name, of a request that emitted a token."""
+    """Return one value per histogram, by the histogram's name, of a request that emitted a
+    token.
+    """
     stats = request.stats
     first_s = stats.first_token_s or 0.0
     observations: dict[str, float | None] = {

@@ -137,7 +137,9 @@ class TextStream:
         self._num_returned = len(to_text(self._tokens).rstrip(INVALID)) if self._tokens else 0
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """Return the shortest tail of a prompt after which tokens decode as after the whole prompt."""
+        """Return the shortest tail of a prompt after which tokens decode as after the whole
+        prompt.
+        """
         for tail in (list(prompt[-size:]) for size in CONTEXT_SIZES if size < len(prompt)):
             text = self._to_text(tail)
             if text and INVALID not in text and not self._is_byte(tail):
@@ -188,7 +190,9 @@ class TextStream:
 
 
 class StoppedText:
-    """Detokenizes an output incrementally, and cuts it at the stop string that is completed first."""
+    """Detokenizes an output incrementally, and cuts it at the stop string that is completed
+    first.
+    """
 
     def __init__(
         self,
