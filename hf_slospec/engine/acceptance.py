@@ -29,13 +29,14 @@ class Drawing(IntEnum):
     COUPLED = 2  # the target samples, with noise that also ranks the draft's proposals
 
 
-# Temperature tau of coupled drafting, whose probabilities are softmax((log p + Gumbel noise) / tau).
-# The value was fitted to measured acceptance.
+# Temperature tau of coupled drafting, which takes softmax((log p + Gumbel noise) / tau) as draft
+# probabilities; fitted to measured acceptance.
 SHARPNESS = 0.9
 
 # Prior: a favourite, i.e. the most probable child of its parent, with conditional probability c is
-# accepted with probability c ** exponent. The exponent for greedy targets was fitted to the embedded
-# model pair, where favourites of 0.15 / 0.45 / 0.75 are accepted at rates 0.37 / 0.60 / 0.88.
+# accepted with probability c ** exponent. The exponent for greedy targets was fitted to the
+# embedded pair of models, where favourites of 0.15 / 0.45 / 0.75 are accepted at rates 0.37 / 0.60
+# / 0.88.
 FAVOURITE_EXPONENTS = {Drawing.GREEDY: 0.6, Drawing.SAMPLED: 1.0, Drawing.COUPLED: 1.0}
 
 
@@ -198,8 +199,8 @@ class Conditionals:
         """
         above = forest.path_probs[forest.parents]
         probs = np.divide(forest.path_probs, above, out=np.zeros(len(above)), where=above > 0.0)
-        # Stable, so siblings keep their order. The 0.5 sorts a root, which is its own parent, before
-        # its children.
+        # Stable, so siblings keep their order. The 0.5 sorts a root, which is its own parent,
+        # before its children.
         order = np.argsort(forest.parents + (forest.depths > 0) * 0.5, kind="stable")
         parents = forest.parents[order]
         is_first = np.ones(len(order), dtype=np.bool_)

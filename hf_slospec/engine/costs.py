@@ -65,7 +65,7 @@ class RecentSteps:
         """Add one step to the averages. Steps that only prefill change nothing but the prefill
         rate.
         """
-        # Prompts before the first decode step are left out, as they do not tell how many come later.
+        # Prompts before the first decode step do not tell how many arrive later.
         if self.step_s:
             self._prefilled += step.prefill_tokens
             self._elapsed_s += step.phases.total_s
