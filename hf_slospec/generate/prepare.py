@@ -193,7 +193,7 @@ def generate_in_parts(
     in any way.
 
     Raises:
-        Exception: as :func:`prepare` raises.
+        SLOSpecError: as raised by :func:`prepare`.
     """
     slo = _check(speculator, slo_tpot, arguments)
     model = speculator.target.model
