@@ -160,7 +160,7 @@ class Rows:
                     if not is_over:
                         self._met[-1].setdefault(row, num_new)
                 if self.has_callbacks:
-                    if is_only:  # a criterion may replace the last token, as in stock
+                    if is_only:  # a criterion may change the last token in place, as in stock
                         tokens[-1] = int(input_ids[0, -1])
                     check_unchanged("stopping_criteria", input_ids, prompt + tokens[prompt_len:])
             self._stream_token(token)
