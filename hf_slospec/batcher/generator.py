@@ -137,7 +137,7 @@ class SLOSpecGenerator:
         check_drafting(assistant_model, drafter)
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
-        # Look only into the cache if the Hub is unreachable; retries would take most of a minute.
+        # If the Hub is unreachable, load cached files only; retries would take most of a minute.
         if not hub.get("local_files_only"):
             for name in (model, assistant_model):
                 hub |= {} if name is None else hub_options(name, hub.get("cache_dir"))

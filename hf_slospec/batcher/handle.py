@@ -100,7 +100,7 @@ class RequestHandle:
         self._pid = os.getpid()
         self.thread: threading.Thread | None = None  # the thread that runs the batcher
 
-    # ---- for the engine
+    # ---- called by the batcher's thread
 
     def advance(self) -> list[Waker]:
         """Publish the tokens committed so far and wake all waiting threads. Called by the batcher.
@@ -117,7 +117,7 @@ class RequestHandle:
             self._changed.notify_all()
             return [waker for waker in self._wakers if self._has_more_than(waker.num_known)]
 
-    # ---- for the caller
+    # ---- called by the threads that submit requests
 
     @property
     def token_ids(self) -> list[int]:
@@ -333,7 +333,7 @@ class RequestHandle:
         if threading.current_thread() is self.thread and not self._is_done:
             raise NotRunningError(WAITS_FOR_ITSELF)
 
-    # ---- for both
+    # ---- used by the methods for threads and for asyncio
 
     def _result(self) -> RequestResult:
         self._raise_if_failed()

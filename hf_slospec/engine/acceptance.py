@@ -73,8 +73,8 @@ class Prediction:
         return cls(forest, drawings, Conditionals(probs, ranks), calibrated, path_probs)
 
     def of_drawing(self) -> dict[Drawing, BoolArray]:
-        """Return, for each way in which tokens are chosen, the mask of the nodes of such requests.
-        -> [num_nodes] bool each
+        """Return, for each :class:`Drawing` that occurs, the mask of the nodes of requests with
+        that value.  -> [num_nodes] bool each
         """
         kinds = dict.fromkeys(self.drawings)
         if len(kinds) == 1:
@@ -109,9 +109,9 @@ class Acceptance:
     """Model of acceptance: the draft's conditional probabilities, calibrated over all requests and
     shifted for each request.
 
-    There is one calibration per :class:`Drawing`. The log-odds of calibrated probabilities are
-    shifted by an amount that follows the prediction errors of all requests, and by an amount that
-    follows those of the single request, since texts differ in how predictable they are.
+    There is one calibration per :class:`Drawing`. The log-odds of calibrated probabilities are then
+    shifted by two amounts: one follows the prediction errors of all requests, the other the
+    prediction errors of the single request, since texts differ in how predictable they are.
     """
 
     def __init__(self) -> None:

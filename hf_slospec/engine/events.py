@@ -20,7 +20,6 @@ class PhaseTimes:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all phases together."""
         return self.draft_s + self.select_s + self.verify_s + self.host_s
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:

@@ -228,7 +228,7 @@ class Target(ABC):
         return 0
 
     def close(self) -> None:
-        """Release all K/V."""
+        """Free all K/V; called when the engine that uses the target ends."""
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise AssertionError unless exactly these requests hold K/V and all other slots are

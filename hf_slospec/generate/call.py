@@ -315,7 +315,8 @@ def decode(call: Call) -> Any:
         with speculator.lock:
             if cache is not None:
                 rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
-    except (UnsupportedModelError, UnsupportedOptionError):  # stock generate may run instead
+    except (UnsupportedModelError, UnsupportedOptionError):
+        # Stock generate may run instead, with the same random numbers as if it ran first.
         generator.set_state(state)
         raise
     finally:

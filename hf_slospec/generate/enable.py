@@ -201,7 +201,7 @@ def _restore_generate(model: PreTrainedModel) -> None:
         owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
         owner.__dict__.pop("generate_batch", None)
-        adapted = model.__dict__.pop("generate", None)  # on a PEFT model around the owner
+        adapted = model.__dict__.pop("generate", None)  # set if it is a PEFT model around the owner
         for each, before in ((owner, replaced), (model, getattr(adapted, "replaced", None))):
             if before is not None:
                 each.__dict__["generate"] = before

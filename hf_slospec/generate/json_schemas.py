@@ -161,8 +161,9 @@ class _Closing:
             _mapped(node, at, self._collect)
 
     def _parts(self, at: str) -> list[list[str]]:
-        """Return the pointers of the other schemas that describe the same value: one list for each
-        keyword whose schemas are alternatives, one for each other schema.
+        """Return the pointers of the other schemas that describe the same value, as a list of
+        lists: the members of one ``anyOf`` or ``oneOf`` are in one list, every other schema is in a
+        list by itself.
         """
         node = self._nodes[at]
         alternatives = [

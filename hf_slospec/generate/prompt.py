@@ -344,7 +344,12 @@ class PromptLogprobs:
     """
 
     def __init__(self, tokens: Sequence[int], num_top: int):
-        """``num_top``: number of most probable tokens to keep at each position."""
+        """Begin before the first token of the prompt.
+
+        Args:
+            tokens: the prompt's tokens.
+            num_top: number of most probable tokens to record at each position.
+        """
         self._tokens = tokens
         self._num_top = num_top
         self.logprobs: list[TokenLogprobs | None] = [None]  # per token; None for the first

@@ -85,7 +85,7 @@ class RolloutCallback(TrainerCallback):
             logger.info("rollouts: %.2f tokens per step and row", tokens / steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save past answers in the checkpoint's folder."""
+        """Save past answers in the checkpoint folder; the first process does it."""
         if state.is_world_process_zero:
             self.past.save(self._path(args, state))
 

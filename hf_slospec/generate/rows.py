@@ -317,7 +317,7 @@ def pad_token(config: GenerationConfig) -> int:
     return 0 if pad is None else int(pad)
 
 
-StopText = Any  # str or bytes, by the kind of tokenizer
+StopText = Any  # str or bytes, depending on the tokenizer's kind of vocabulary
 
 
 class _StopVocabulary:

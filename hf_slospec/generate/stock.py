@@ -205,10 +205,10 @@ def batch_level_names(
 ) -> list[str]:
     """Return the class names of processors and criteria that may depend on the batch as a whole.
 
-    Those of transformers treat each row by itself, and joint criteria are supported. Those of the
-    user declare it by an attribute ``per_row = True``; without it they may tell rows apart, end all
-    rows together or count their calls, and stock ``generate`` calls them once per step with the
-    whole batch.
+    Processors and criteria of transformers treat each row by itself, and joint criteria (see
+    :func:`is_joint`) are supported. A user's object declares that it treats each row by itself by
+    an attribute ``per_row = True``; without it, it may distinguish rows, end all rows together or
+    count its calls, and stock ``generate`` calls it once per step with the whole batch.
     """
     users = [each for each in (*processors, *criteria) if not is_stock(each)]
     return [

@@ -36,7 +36,9 @@ def worst_tpot_s(commits: Sequence[Commit]) -> float | None:
 
 MIN_SHARE = 0.05  # smallest share of a TPOT SLO that steps are planned with
 PRECISION = 1e-3  # relative error of the planned share
-_PACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)  # Gauss-Hermite quadrature
+# Points and weights of Gauss-Hermite quadrature over the standard normal distribution, for means
+# over requests, whose log seconds per token are assumed to be normally distributed.
+_PACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)
 _WEIGHTS /= _WEIGHTS.sum()
 
 
@@ -136,7 +138,7 @@ class RequestMetrics:
     tpot_slo_s: float | None  # seconds per output token in the last stage; None: no SLO
     tpot_s: float | None  # (last - first token) / (tokens - 1) in seconds; None below two tokens
     ttft_s: float | None  # seconds from arrival to the first token; None before it
-    attained: bool | None  # all SLOs were met; None without an SLO or a token
+    attained: bool | None  # all SLOs were met; None: no SLO, or no token yet
     tokens: int  # committed tokens, the first one included
     steps: int  # decode steps; steps that prefill are not counted
     drafted: int  # draft tokens verified: nodes of all verified trees, roots excluded

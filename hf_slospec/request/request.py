@@ -96,7 +96,6 @@ class Request:
 
     @property
     def stage(self) -> Stage:
-        """Current stage of the output."""
         return self.params.stages[self.stats.stage]
 
     @property
@@ -360,8 +359,8 @@ class Request:
         return elapsed_s, emitted, min(WINDOW - emitted, self.num_left_in_stage)
 
     def _is_late(self, end: int, now_s: float) -> bool:
-        """Return whether the current stage misses its TPOT SLO if it ends with the new token number
-        ``end``.
+        """Return whether the current stage has missed its TPOT SLO, if its last token is the
+        request's new token number ``end``.
         """
         slo_s = self.stage.tpot_slo_s
         elapsed_s, emitted = self.decoded(now_s)

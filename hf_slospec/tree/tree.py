@@ -243,7 +243,9 @@ class Forest:
         return [TokenTree(*column) for column in zip(*columns, strict=True)]
 
     def _sizes(self, indices: IntArray) -> IntArray:
-        """Count the nodes at ``indices`` by tree.  -> [num_trees] int64"""
+        """Return how many of the nodes at forest indices ``indices`` each tree has.  -> [num_trees]
+        int64
+        """
         return np.bincount(self.tree_of[indices], minlength=len(self.trees))
 
 
