@@ -270,7 +270,8 @@ class Batcher:
         return [*self._engine.scheduler.running, *self._engine.scheduler.waiting]
 
     def _replace_engine(self) -> SLOSpecError | None:
-        """Fail all unfinished requests since the models were moved or cast, and make a new engine.
+        """End all unfinished requests with an error, since the models were moved or cast, and make
+        a new engine.
 
         Returns:
             The error if no engine can be made of the models as they are now; None otherwise.
@@ -397,7 +398,7 @@ class Batcher:
             wake(handle.advance())
 
     def _notify(self, callback: Callable[[Any], None], event: Any) -> None:
-        """Call a callback of the observer; an exception of it is logged, and requests continue."""
+        """Run a callback of the observer; an exception of it is logged, and requests continue."""
         try:
             callback(event)
         except Exception:

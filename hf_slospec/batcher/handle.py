@@ -374,8 +374,8 @@ class Waker:
 
 
 def wake(wakers: Iterable[Waker]) -> None:
-    """Resume asyncio tasks that wait in other threads, with one call per event loop, since every
-    call may pass the GIL to the loop's thread.
+    """Let asyncio tasks continue that wait in other threads, with one call per event loop, since
+    every call may pass the GIL to the loop's thread.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[Waker]] = {}
     for waker in wakers:

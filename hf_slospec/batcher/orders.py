@@ -16,7 +16,7 @@ from hf_slospec.scheduler.load import ReplicaLoad
 
 
 class BatcherState(Enum):
-    """What a running batcher does with requests."""
+    """State of a running batcher, which says what it does with requests."""
 
     TAKING = "takes and decodes them"
     DRAINING = "takes no more, and decodes those it has"
@@ -56,7 +56,7 @@ class Observer(Protocol):
     """
 
     def on_step(self, step: StepEvent) -> None:
-        """Called after every step."""
+        """Handle the end of a step."""
 
     def on_end(self, request: Request) -> None:
-        """Called when a request has finished, was cancelled or failed."""
+        """Handle a request that has finished, was cancelled or failed."""

@@ -22,7 +22,7 @@ MAX_SHIFT = 2.5  # largest absolute log-odds shift
 
 
 class Drawing(IntEnum):
-    """How the target chooses a request's tokens."""
+    """Method by which the target chooses a request's tokens."""
 
     GREEDY = 0  # the target takes the most probable token
     SAMPLED = 1  # the target samples, with noise that the draft does not know
@@ -45,7 +45,7 @@ class Speculated(Protocol):
 
     @property
     def drawing(self) -> Drawing:
-        """How the target chooses the request's tokens."""
+        """Method by which the target chooses the request's tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Prediction:
 
     @classmethod
     def joined(cls, parts: Sequence[Prediction]) -> Prediction:
-        """Join the predictions of several steps into one, with the trees of all of them."""
+        """Return the predictions of several steps as one, with the trees of all of them."""
         if len(parts) == 1:
             return parts[0]
         columns = [
@@ -209,8 +209,8 @@ class Conditionals:
 
 
 def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
-    """Multiply conditional probabilities along paths; the result is 0 where the draft's path
-    probability is 0.
+    """Return the products of conditional probabilities along paths; they are 0 where the draft's
+    path probability is 0.
 
     Args:
         forest: the trees.

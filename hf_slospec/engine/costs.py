@@ -395,7 +395,7 @@ def level_share(candidates: Sequence[TokenTree], num_drafted_for: int) -> float:
 
 
 def rounded(value: float) -> float:
-    """Round a value to a geometric grid with steps of about 5 %; 0 and inf stay."""
+    """Return a value rounded to a geometric grid with steps of about 5 %; 0 and inf stay."""
     return (
         math.exp(round(math.log(value) / ROUNDING) * ROUNDING) if 0.0 < value < math.inf else value
     )

@@ -44,7 +44,7 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestStep:
-    """What one step did for one request."""
+    """Record of what one step did for one request."""
 
     index: int  # Request.index
     nodes: int  # nodes verified, root included
@@ -57,7 +57,7 @@ class RequestStep:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """What one step of the engine did. Times are in seconds on the engine's monotonic clock."""
+    """Record of one step of the engine. Times are in seconds on the engine's monotonic clock."""
 
     begun_s: float
     num_decoding: int  # number of decoding requests

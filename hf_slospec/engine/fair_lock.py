@@ -88,8 +88,8 @@ class FairLock:
                 raise interrupt
 
     def rest(self) -> None:
-        """Call ``on_idle``: the calling thread, which does not hold the lock, will not compute for
-        a while.
+        """Run ``on_idle``, since the calling thread, which does not hold the lock, will not compute
+        for a while.
         """
         self._on_idle()
 

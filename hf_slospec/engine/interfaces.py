@@ -20,7 +20,7 @@ Clock = Callable[[], float]  # returns monotonic seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """What one step drafts: depth, width, requests, and rules to stop early.
+    """Drafting plan of one step: depth, width, requests, and rules to stop early.
 
     Drafters that draft level by level stop early for each request that meets one of these rules or,
     if requests cannot leave a draft batch, once all requests have met one. The gain of a request is
@@ -311,7 +311,7 @@ class Drafter(ABC):
         """
 
     def take_features(self, request: Request, begin: int, features: Any) -> None:
-        """Receive the target's hidden states of committed tokens: each token once, in order, after
+        """Take the target's hidden states of committed tokens: each token once, in order, after
         the step that processed it.
 
         If a request's K/V was loaded or reused, the hidden states begin after the reused tokens.
@@ -325,7 +325,7 @@ class Drafter(ABC):
         """
 
     def read_kv_of(self, sequences: Any) -> None:
-        """Receive the target's sequences, for drafters that read the target's K/V."""
+        """Take the target's sequences, for drafters that read the target's K/V."""
 
     def reuse(self, request: Request) -> int:
         """Let a request use the drafter's state of a common prefix; return the number of the

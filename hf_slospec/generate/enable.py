@@ -189,7 +189,7 @@ def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | Non
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Restore the ``generate`` that the model had before :func:`enable`; does nothing if it is not
+    """Set the model's ``generate`` to what it was before :func:`enable`; does nothing if it is not
     enabled.
     """
     _restore_generate(model)

@@ -45,7 +45,7 @@ def _holds_tensors(value: Any) -> bool:
 
 @contextlib.contextmanager
 def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager that restores the model's ``rope_deltas`` on exit. Stock ``generate`` sets
+    """Reset the model's ``rope_deltas`` on exit to their values on entry. Stock ``generate`` sets
     them for later calls that continue its cache.
     """
     owners: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]

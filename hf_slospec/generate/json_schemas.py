@@ -84,8 +84,8 @@ PATTERNS = {
 
 
 def to_follow(schema: dict[str, Any]) -> dict[str, Any]:
-    """Convert a schema to one that llguidance can follow; ``additionalProperties`` becomes false
-    where it is not set.
+    """Return a schema changed so that llguidance can follow it; ``additionalProperties`` becomes
+    false where it is not set.
 
     An object that lists no properties may have any. If several schemas describe one object
     (``allOf``, or a reference beside properties), it may have the properties of all of them.

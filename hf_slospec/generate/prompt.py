@@ -360,7 +360,7 @@ class PromptLogprobs:
         return len(self.logprobs) - 1
 
     def take(self, logits: torch.Tensor) -> None:
-        """Receive the logits after each of the next prompt tokens, [num_tokens, vocab]."""
+        """Take the logits after each of the next prompt tokens, [num_tokens, vocab]."""
         logprobs = logits.float().log_softmax(-1)
         following = torch.tensor(
             self._tokens[len(self.logprobs) :][: len(logits)], device=logits.device

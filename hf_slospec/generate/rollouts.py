@@ -59,7 +59,7 @@ class RolloutCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Enable speculation, and warn if the trainer will not call the model's ``generate``."""
+        """Start speculation, and warn if the trainer will not call the model's ``generate``."""
         for name in BYPASSES:
             if getattr(args, name, False):
                 warnings.warn(
@@ -92,7 +92,7 @@ class RolloutCallback(TrainerCallback):
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Restore the model's stock ``generate``."""
+        """Stop speculation: give the model its previous ``generate`` back."""
         disable(model)
 
     @staticmethod

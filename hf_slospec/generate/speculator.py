@@ -333,9 +333,7 @@ class Speculator:
 
     @property
     def forwards(self) -> dict[str, str]:
-        """How the forwards of "target" and "draft" are computed: "compiled", or "eager" with the
-        reason.
-        """
+        """State of the forwards of "target" and "draft": "compiled", or "eager" with the reason."""
         target, *drafts = self.models
         layers = self.method.feature_layers if self.max_nodes else ()
         found = {"target": target.status(layers)}

@@ -77,7 +77,7 @@ class PromptReader(Protocol):
         """Number of prompt tokens whose next-token logits have been received so far."""
 
     def take(self, logits: Any) -> None:
-        """Receive the logits of the next positions, [num_tokens, vocab] in the model's dtype."""
+        """Take the logits of the next positions, [num_tokens, vocab] in the model's dtype."""
 
 
 class SubmitOptions(BaseModel):

@@ -89,7 +89,9 @@ class Request:
 
     @property
     def drawing(self) -> Drawing:
-        """How the target chooses the request's tokens; acceptance rates differ by it."""
+        """Method by which the target chooses the request's tokens; acceptance rates depend on
+        it.
+        """
         if not self.params.is_sampled:
             return Drawing.GREEDY
         return Drawing.SAMPLED if self.noise is None else Drawing.COUPLED
@@ -277,8 +279,8 @@ class Request:
         self._ends.clear()
 
     def _take_first(self, now_s: float) -> None:
-        """If the first token of a stage with a TTFT SLO has come, check that SLO; TPOT and windows
-        of the stage count from this token on.
+        """Check the TTFT SLO of a stage when its first token has come; TPOT and windows of the
+        stage count from this token on.
         """
         if self.stage_due_s < math.inf and self.num_emitted > self._num_before_stage:
             self.stats.has_missed |= now_s > self.stage_due_s

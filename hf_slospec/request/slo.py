@@ -73,7 +73,7 @@ EndsWith = Callable[[str], IsOver]
 
 
 def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list[Stages]:
-    """Convert ``slo_tpot`` to stages.
+    """Return the stages that ``slo_tpot`` describes.
 
     Args:
         slo_tpot: the argument of ``generate`` or ``submit``.

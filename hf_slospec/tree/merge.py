@@ -13,7 +13,7 @@ from hf_slospec.tree.tree import Forest, TokenTree
 def merge_trees(
     proposed: Sequence[Sequence[TokenTree]], max_nodes: int | None = None
 ) -> list[TokenTree]:
-    """Merge the candidate trees of every request into one tree per request.
+    """Return one tree per request, the union of the request's candidate trees.
 
     Nodes with the same path of tokens become one node. Its conditional probability (given its
     parent) is the largest one in any tree; if those of siblings sum to more than 1, they are scaled

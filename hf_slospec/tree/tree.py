@@ -181,8 +181,8 @@ class Forest:
         return np.flatnonzero(self.depths == 0)
 
     def canonical(self, scores: FloatArray) -> IntArray:
-        """Sort the nodes except roots in canonical order: descending score, ascending depth, tree,
-        node.
+        """Return the nodes except roots in canonical order: descending score, ascending depth,
+        tree, node.
 
         If scores do not increase along a path, every prefix of this order contains the parents of
         its nodes, for all trees together as well as for each tree. Nodes of score 0 or NaN, which
@@ -200,7 +200,7 @@ class Forest:
         return reachable[order]
 
     def indices(self, nodes: Sequence[Sequence[int]]) -> IntArray:
-        """Convert node indices of each tree to indices in the forest.
+        """Return the indices in the forest of nodes that are given per tree.
 
         Args:
             nodes: one sequence of node indices per tree.
@@ -214,7 +214,7 @@ class Forest:
         )
 
     def nodes(self, indices: IntArray) -> list[IntArray]:
-        """Convert indices in the forest to ascending node indices of each tree; roots are added."""
+        """Return nodes of the forest as ascending node indices of each tree; roots are added."""
         is_chosen = self.depths == 0
         is_chosen[indices] = True
         chosen = np.flatnonzero(is_chosen)
