@@ -1,1 +1,1 @@
-"""The in-process batcher: submit requests from any thread, decode them together."""
+"""The in-process batcher: threads submit requests, and one thread decodes them together."""

@@ -1,4 +1,6 @@
-"""The thread that decodes what other threads submit."""
+"""``Batcher``: a thread that decodes the requests which other threads submit. Requests are made in
+``batcher/service.py``.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,11 @@ logger = logging.getLogger(__name__)
 class Batcher:
     """Runs one engine in its own thread.
 
-    Other threads queue orders, which that thread carries out between steps, so that no other thread
-    touches engine and scheduler."""
+    Other threads queue orders (submit a request, abort one, report the load), which that thread
+    executes between steps, so that no other thread touches the engine or the scheduler.
+    """
 
-    _engine: Engine[ContinuousScheduler]  # while its thread runs, which alone uses it
+    _engine: Engine[ContinuousScheduler]  # set while the thread runs; only that thread uses it
 
     def __init__(
         self,
@@ -51,15 +54,17 @@ class Batcher:
         in_thread: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         is_current: Callable[[], bool] = lambda: True,
     ):
-        """Create a batcher that is not started.
+        """Create a batcher without starting it.
 
         Args:
-            new_engine: makes the engine of each start.
+            new_engine: returns a new engine; called at every start, and when the models were moved
+                or cast.
             max_queue: maximum number of waiting requests.
-            lock: held while the engine is used; other threads may run the same models between
-                steps.
-            in_thread: makes the context of the batcher's thread; must not raise.
-            is_current: returns False once the models were moved or cast; a new engine is made then.
+            lock: held during every step; other threads may run the same models between steps.
+            observer: is told about every step and every request that ends.
+            in_thread: returns a context manager in which the batcher's thread runs; must not raise.
+            is_current: returns False if the models were moved or cast since the engine was made; a
+                new engine is made then.
         """
         self.in_thread = in_thread
         self.is_current = is_current
@@ -71,35 +76,35 @@ class Batcher:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Drop the thread and its requests, which stayed with the parent."""
+        """Drop the thread and its requests in a forked child process; they continue in the parent."""
         self._clear("runs in the process this one was forked from; call start() here")
 
     def _clear(self, why_not: str) -> None:
-        self._changed = Condition()  # guards orders, state and counts
+        self._changed = Condition()  # guards _orders, _state and counts
         self._orders = deque[Order]()
         self._state = BatcherState.TAKING
-        self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
+        self._handles: dict[int, RequestHandle] = {}  # unfinished requests by Request.index
         vars(self).pop("_engine", None)
         self.counts = Counts()
-        self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
+        self.step_begun_s: float | None = None  # time.monotonic() seconds; None between steps
         self._thread: threading.Thread | None = None
         self._why_not = why_not
         self._starting = Lock()
 
-    # ---- for other threads
+    # ---- methods that other threads call
 
     @property
     def is_running(self) -> bool:
-        """Return whether its thread runs, in this process."""
+        """Return whether the batcher's thread is alive in this process."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_idle(self) -> bool:
-        """Return whether it has no unfinished request."""
+        """Return whether there is no unfinished request."""
         return not self._handles
 
     def start(self) -> None:
-        """Start the thread unless it takes requests; a stop in progress is waited for.
+        """Start the thread if the batcher takes no requests; waits first for a stop in progress.
 
         Raises:
             NotRunningError: called by the batcher's own thread while it stops.
@@ -116,24 +121,26 @@ class Batcher:
             if self._thread is not None:
                 self._thread.join()
             engine = self.new_engine()
-            self.lock.rest()  # this thread may have loaded and measured the models
+            # Making the engine may have run the models in this thread.
+            self.lock.rest()
             thread = threading.Thread(
                 target=self._run, args=(engine,), name="hf_slospec", daemon=True
             )
-            with self._changed:  # until the state is complete, the thread takes no orders
-                thread.start()  # may raise, with too many threads
+            with self._changed:  # the new thread takes no orders until the state is set
+                thread.start()  # raises if the process has too many threads
                 self._state = BatcherState.TAKING
                 self._thread = thread
             _batchers.add(self)
 
     def submit(self, handle: RequestHandle, block: bool, timeout: float | None) -> None:
-        """Queue a request.
+        """Queue a request for the batcher's thread.
 
         Raises:
-            QueueFull: at once, or with ``block`` after ``timeout`` seconds.
+            QueueFull: ``max_queue`` requests are waiting; with ``block``, only after ``timeout``
+                seconds.
             NotRunningError: the batcher takes no requests.
         """
-        # The batcher's own thread must not wait, as only it makes room.
+        # The batcher's own thread must not wait, since only this thread makes room in the queue.
         may_wait = block and threading.current_thread() is not self._thread
         self.check_running()
         limit_s = waiting_s(timeout) if may_wait else 0.0
@@ -156,13 +163,17 @@ class Batcher:
         self._changed.notify_all()
 
     def abort(self, handle: RequestHandle, error: BaseException | None) -> None:
-        """Cancel a request, or fail it with an error, before the next step."""
+        """Cancel a request or, with ``error``, end it as failed, before the next step."""
         with self._changed:
-            if not handle.done():  # otherwise it would stay here until the next start
+            if not handle.done():  # the order would stay queued until the next start
                 self._order(Abort(handle, error))
 
     def load(self) -> Future[ReplicaLoad]:
-        """Return the engine's load before the next step; raise NotRunningError if there is none."""
+        """Return a future of the scheduler's load, which is set before the next step.
+
+        Raises:
+            NotRunningError: the batcher takes no requests, or its own thread called this.
+        """
         future: Future[ReplicaLoad] = Future()
         if self._thread is threading.current_thread():
             raise NotRunningError(WAITS_FOR_ITSELF)
@@ -172,8 +183,8 @@ class Batcher:
         return future
 
     def stop(self, drain: bool, timeout: float | None) -> None:
-        """Take no more requests, with ``drain`` finish the present ones for ``timeout`` seconds,
-        and cancel the rest.
+        """Stop the thread: take no new requests, with ``drain`` finish the present ones within
+        ``timeout`` seconds, and cancel the rest.
 
         Raises:
             NotRunningError: called by the batcher's own thread.
@@ -192,14 +203,16 @@ class Batcher:
 
     def _end_with(self, state: BatcherState, thread: threading.Thread) -> None:
         with self._changed:
-            # Neither restarted, nor stopping already.
+            # Skipped if the batcher was restarted meanwhile, or is already stopping.
             if self._thread is thread and self._state is not BatcherState.STOPPING:
                 self._state = state
                 self._why_not = "was stopped; call start() to use it again"
                 self._changed.notify_all()
 
     def check_running(self, hang_s: float = math.inf) -> None:
-        """Raise NotRunningError unless requests are taken and the step lasts under ``hang_s``."""
+        """Raise NotRunningError if the batcher takes no requests or its current step has lasted
+        longer than ``hang_s`` seconds.
+        """
         if not self._is_taking:
             raise NotRunningError(f"the batcher {self._why_not}")
         begun_s = self.step_begun_s
@@ -212,12 +225,12 @@ class Batcher:
     def _is_taking(self) -> bool:
         return self.is_running and self._state is BatcherState.TAKING
 
-    # ---- the engine's thread
+    # ---- methods that only the batcher's thread calls
 
     def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
         self._engine = engine
-        del engine  # it holds all K/V
+        del engine  # so that popping _engine below frees the K/V
         with self.in_thread():
             for part in (self._serve, self._close):
                 try:
@@ -257,7 +270,12 @@ class Batcher:
         return [*self._engine.scheduler.running, *self._engine.scheduler.waiting]
 
     def _replace_engine(self) -> SLOSpecError | None:
-        """End requests whose models were moved, and make a new engine or return an error."""
+        """End all unfinished requests with an error, since the models were moved or cast, and make
+        a new engine.
+
+        Returns:
+            The error if no engine can be made of the models as they are now; None otherwise.
+        """
         error = UnsupportedModelError(
             "the model was moved, cast or given another forward while requests were running; submit them again"
         )
@@ -266,14 +284,14 @@ class Batcher:
         replaced = self._engine
         try:
             self._engine = self.new_engine()
-        except SLOSpecError as caught:  # the next requests try again
+        except SLOSpecError as caught:  # tried again when the next orders arrive
             return caught
         with self.lock:
             replaced.close()
         return None
 
     def _take_orders(self) -> bool:
-        """Wait for work or orders, carry the orders out, and return whether to go on."""
+        """Wait for work or orders, execute the orders, and return whether the thread continues."""
         is_busy = bool(self._unfinished())
         if not is_busy:
             self.lock.rest()
@@ -300,7 +318,7 @@ class Batcher:
         return state is BatcherState.TAKING
 
     def _take(self, request: Request, refusal: SLOSpecError | None) -> None:
-        """Queue a request in the scheduler, or refuse it."""
+        """Add a submitted request to the scheduler, or end it with ``refusal``."""
         if refusal is None and request.params.must_guarantee:
             with self.lock:
                 if not self._engine.scheduler.offer(request, self._engine.clock()):
@@ -326,10 +344,10 @@ class Batcher:
         except Exception:
             if self.is_current():
                 raise
-            return  # the model was cast during the step; the requests fail before the next one
+            return  # the model was moved or cast during the step; the requests fail before the next
         finally:
             self.step_begun_s = None
-        # Counted first: threads that wait for a result may read the counts.
+        # Update the counts before waking threads that wait for a result and may read them.
         with self._changed:
             self._count()
         self._notify(self.observer.on_step, event)
@@ -348,11 +366,12 @@ class Batcher:
         num_kept = self._engine.target.num_kept
         self.counts = Counts(len(scheduler.running), waiting, scheduler.kv_held, num_kept)
         if waiting < before:
-            self._changed.notify_all()  # there is room in the queue
+            self._changed.notify_all()  # wake submit(), which waits for room in the queue
 
     def _do_less(self, error: MemoryError) -> None:
-        """Reduce the work of steps after one ran out of memory; a request that is too large by
-        itself fails.
+        """Reduce the work of the next steps after a step ran out of memory: free the drafter's
+        memory, else preempt requests, else halve the requests or tokens per step, else fail the
+        longest request.
         """
         engine = self._engine
         with self.lock:
@@ -365,7 +384,7 @@ class Batcher:
             self._retire(longest, error)
 
     def _retire(self, request: Request, error: BaseException | None) -> None:
-        """End a request that is not finished."""
+        """End an unfinished request, as cancelled or with ``error``, and release its K/V."""
         request.end(error)
         with self.lock:
             self._engine.retire([request])
@@ -379,7 +398,7 @@ class Batcher:
             wake(handle.advance())
 
     def _notify(self, callback: Callable[[Any], None], event: Any) -> None:
-        """Pass an event to the observer; requests continue if that raises."""
+        """Run a callback of the observer; an exception of it is logged, and requests continue."""
         try:
             callback(event)
         except Exception:
@@ -393,7 +412,9 @@ _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop every batcher before the interpreter shuts down, so that no step is in progress then."""
+    """Stop every batcher before the interpreter shuts down, so that no step is in progress during
+    shutdown.
+    """
     for batcher in list(_batchers):
         with contextlib.suppress(NotRunningError):
             batcher.stop(drain=False, timeout=None)

@@ -1,5 +1,5 @@
-"""``SLOSpecGenerator``: target, draft and tokenizer as one object, with ``generate`` and the
-batcher.
+"""``SLOSpecGenerator``, which holds target model, draft and tokenizer, and offers ``generate`` and
+a batcher. Submitted requests are prepared in ``batcher/service.py``.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust
 
 
 class SLOSpecGenerator:
-    """Speculated generation without touching ``model.generate``.
+    """Generates text with tree speculation; ``model.generate`` itself stays as it is.
 
     Args:
         model: the target, a loaded transformers causal LM or encoder-decoder, or a PEFT model
             around one.
-        assistant_model: a smaller causal LM, on the same device. Without one, and without a
-            drafter, the request's own tokens draft (prompt lookup).
+        assistant_model: a smaller causal LM on the same device, which drafts. Without it and
+            without ``drafter``, drafts are looked up in the request's own text (prompt lookup).
         tokenizer: the tokenizer of both models.
-        assistant_tokenizer: that of the assistant model, if it has another one.
+        assistant_tokenizer: the assistant model's tokenizer, if it differs from ``tokenizer``.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
-        drafter: as in :func:`enable`.
-        processor: prepares prompts with images for :meth:`submit`; its tokenizer is used if none is
-            given.
-        make_policy, fallback: as in :func:`enable`.
+        drafter: what drafts instead of an assistant model, see :func:`enable`.
+        processor: prepares prompts with images for :meth:`submit`; without ``tokenizer``, the
+            processor's tokenizer is used.
+        make_policy, fallback: see :func:`enable`.
 
     Raises:
-        InvalidTypeError, UnsupportedModelError, IncompatibleDraftError: as in :func:`enable`.
+        InvalidTypeError, UnsupportedModelError, IncompatibleDraftError: see :func:`enable`.
     """
 
     def __init__(
@@ -110,24 +110,34 @@ class SLOSpecGenerator:
         allow_missing: bool = False,
         **model_kwargs: Any,
     ) -> SLOSpecGenerator:
-        """Load the target, the draft if one is named, and the target's tokenizer, from the Hub or
-        from folders.
+        """Load the target, its tokenizer and, if named, an assistant model, from the Hub or from
+        local folders.
 
-        With ``images``, the target is loaded as an image-text model, with its processor. ``dtype``,
-        ``device_map`` and Hub access (``token``, ``cache_dir``, ...) apply to the target and the
-        assistant model, further arguments to the target's ``from_pretrained``. Checkpoints whose
-        tensors are not those of their class are refused unless ``allow_missing``. No weight
-        requires a gradient; call ``requires_grad_(True)`` before training. With
-        ``distributed_config``, the target is tensor-parallel and each process has the whole draft.
+        Args:
+            model: Hub repository or folder of the target.
+            assistant_model: Hub repository or folder of the assistant model; None: there is none.
+            config, drafter, make_policy, fallback: see :class:`SLOSpecGenerator`.
+            dtype, device_map: apply to the target and to the assistant model.
+            images: load the target as an image-text model, with its processor.
+            allow_missing: accept checkpoints whose tensors differ from those of the model class;
+                otherwise they are refused.
+            model_kwargs: further arguments of ``from_pretrained`` for the target; Hub access
+                (``token``, ``cache_dir``, ...) applies to the assistant model, too. With
+                ``distributed_config``, the target is tensor-parallel and every process has the
+                whole draft.
+
+        Returns:
+            The generator. No weight requires a gradient; call ``requires_grad_(True)`` before
+            training.
 
         Raises:
-            InvalidInputError: there are a drafter and an assistant model.
-            SLOSpecError: as :func:`load_drafter` and the constructor.
+            InvalidInputError: both a drafter and an assistant model were given.
+            SLOSpecError: as raised by :func:`load_drafter` and the constructor.
         """
         check_drafting(assistant_model, drafter)
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
-        # An unreachable Hub would be retried for most of a minute.
+        # If the Hub is unreachable, load cached files only; retries would take most of a minute.
         if not hub.get("local_files_only"):
             for name in (model, assistant_model):
                 hub |= {} if name is None else hub_options(name, hub.get("cache_dir"))
@@ -138,7 +148,7 @@ class SLOSpecGenerator:
             kind, model, allow_missing, dtype=dtype, device_map=device_map, **model_kwargs | hub
         )
         if (target.tp_size or 1) > 1:
-            # For the whole draft, beside this process's part of the target.
+            # Every process loads the whole draft, onto the device of its part of the target.
             device_map = input_device(target)
         draft = None
         if assistant_model is not None:
@@ -168,21 +178,22 @@ class SLOSpecGenerator:
         fallback: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run ``model.generate`` with tree speculation, with or without an SLO; same arguments and
-        return types.
+        """Run ``model.generate`` with tree speculation; takes the same arguments and returns the
+        same types.
 
         Args:
-            inputs: [batch, length] or [length] int64, or as ``input_ids``; left-padded with an
-                ``attention_mask``.
+            inputs: token ids, [batch, length] or [length] int64, which may also be passed as
+                ``input_ids``; batches are left-padded and have an ``attention_mask``.
+            generation_config: as in ``model.generate``.
             slo_tpot: seconds per output token for all rows, or a list with one entry (or None) per
-                row.
+                row; None: no SLO.
             fallback: overrides the generator's setting for this call.
-            kwargs: everything else ``generate`` takes. ``return_dict_in_generate=True`` adds
-                ``slo``, one :class:`RequestMetrics` per row.
+            kwargs: all other arguments of ``generate``. With ``return_dict_in_generate=True``, the
+                output has a field ``slo``, with one :class:`RequestMetrics` per row.
 
         Returns:
-            As ``generate`` does, [batch, length] int64, or a :class:`SLOSpecOutput` in place of its
-            own class.
+            What ``generate`` returns: [batch, length] int64, or a :class:`SLOSpecOutput` where
+            ``generate`` would return an output object.
 
         Raises:
             InvalidInputError, InvalidTypeError: an argument has a wrong value or type.
@@ -223,54 +234,62 @@ class SLOSpecGenerator:
     ) -> RequestHandle:
         """Queue one request for the batcher; may be called from any thread.
 
-        Its output is that of ``generate`` for this request alone, whatever else runs; if sampled,
-        that after ``torch.manual_seed(seed)``.
+        The output does not depend on other running requests: it is what ``generate`` returns for
+        this request alone or, if sampled, what it returns after ``torch.manual_seed(seed)``.
 
         Args:
-            prompt: a text or chat messages (with a tokenizer), or token ids of one request.
+            prompt: a text or chat messages (with a tokenizer), or the token ids of one request.
             images: the images of a text with placeholders, for the generator's processor. Chat
-                messages have theirs in their content; with token ids, pass the processor's tensors
+                messages contain their images; with token ids, pass the processor's tensors
                 (``pixel_values``, ...) as ``kwargs``.
             slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no SLO.
-            slo_ttft: seconds from now to the first token.
-            slo_e2e: seconds from now to the last token. The time that is left is shared among the
-                tokens that are left, ``max_new_tokens`` in all.
-            priority: requests with a lower number are guaranteed, and served, first, as with vLLM.
-            value: 1 to 100, of meeting the SLOs: where not all can be guaranteed, requests of one
-                priority are chosen so that the sum of their values is largest.
-            best_effort: use leftover budget only, without a guarantee.
+            slo_ttft: seconds from now to the first token; None: no SLO.
+            slo_e2e: seconds from now to the last token; None: no SLO. The remaining time is divided
+                among the tokens that remain up to ``max_new_tokens``.
+            priority: requests with a lower number are guaranteed and served first, as in vLLM.
+            value: 1 to 100, how much it is worth to meet the SLOs. If not all requests of a
+                priority can be guaranteed, those with the largest sum of values are.
+            best_effort: give no guarantee, and serve the request only with token budget that
+                guaranteed requests leave over.
             speculative: False decodes this request one token per step; the output is the same.
-            seed: seed of sampling; drawn if omitted, see ``handle.seed``.
-            block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at
-                once.
-            logprobs: record the log probability of every new token, and of so many of the most
-                probable ones at its position, before any processor: ``handle.logprobs``.
-            prompt_logprobs: the same for the prompt's tokens: ``handle.prompt_logprobs``. All of
-                the prompt is processed, in smaller chunks, even where K/V of its beginning is kept.
-            cache_salt: share the K/V of common beginnings only with requests of the same salt, so
+            seed: seed of sampling; drawn at random if omitted, see ``handle.seed``.
+            block: if the queue is full, wait up to ``timeout`` seconds instead of raising at once.
+            timeout: seconds that ``block`` waits; None: without limit.
+            logprobs: record in ``handle.logprobs``, for every new token, its log probability and
+                those of this many most probable tokens at its position, before any logits
+                processor; None: record nothing.
+            prompt_logprobs: the same for the prompt's tokens, in ``handle.prompt_logprobs``. The
+                whole prompt is then prefilled, in smaller chunks, even if K/V of its prefix is
+                cached.
+            cache_salt: share cached K/V of common prefixes only with requests of the same salt, so
                 that latencies do not reveal what other users have sent.
             must_guarantee: end the request with NotGuaranteedError, before any work, unless its
                 SLOs can be guaranteed when it arrives; see ``await handle.aguaranteed()``.
-            resume: the ``handle.progress`` of a request elsewhere: this one continues after its
-                last token. With the same prompt, options and seed, the output is that of one
-                generator.
-            continues: the handle of a request that has ended, at a stop string, at its length or
-                cancelled. This one goes on behind its last token with ``prompt`` appended, such as
-                a tool's result: a text, to which no special tokens are added, or ids. K/V that is
-                still kept is reused (``metrics.reused``), other K/V is computed again. SLOs count
-                from now, so the pause is in none; ``metrics.earlier`` has the part before it, and
-                ``metrics.guaranteed_throughout`` tells whether both are guaranteed; one that
-                continues a guaranteed request is preferred when guarantees are given. Options are
-                those of this call, except that ``cache_salt`` is the earlier one if left out.
-            skip_special_tokens: leave special tokens out of the text, in which ``stop_strings`` are
-                searched for.
-            kwargs: everything else ``generate`` takes for one row (``max_new_tokens``,
-                ``stop_strings``, ``logits_processor``, ``streamer``, ...). ``stop_strings`` end the
-                output where its text completes one after ``min_new_tokens`` tokens, as with vLLM;
-                those of ``generate`` may begin in the prompt.
+            resume: the ``handle.progress`` of a request of another generator; this request
+                continues after its last token. With the same prompt, options and seed, the output
+                is the same as from one generator.
+            continues: the handle of a request that has ended (by a stop string, by its length, or
+                cancelled). This request's prompt is the tokens of that request followed by
+                ``prompt``, such as a tool's result: a text, to which no special tokens are added,
+                or token ids. K/V that is still cached is reused (``metrics.reused``). SLOs count
+                from now, so the pause between the requests counts in neither; ``metrics.earlier``
+                holds the metrics of the earlier request, and ``metrics.guaranteed_throughout``
+                tells whether both were guaranteed. Requests that continue a guaranteed request are
+                preferred when guarantees are given. Options are taken from this call, except that
+                ``cache_salt`` defaults to the earlier request's.
+            skip_special_tokens: leave special tokens out of the text, which is also the text in
+                which ``stop_strings`` are searched for.
+            kwargs: all other arguments of ``generate`` for one row (``max_new_tokens``,
+                ``stop_strings``, ``logits_processor``, ``streamer``, ...). As in vLLM,
+                ``stop_strings`` are searched for in the output only, after ``min_new_tokens``
+                tokens; in ``generate`` they may begin in the prompt.
+
+        Returns:
+            The handle of the request, which streams its tokens and returns its result.
 
         Raises:
-            NotRunningError: call ``start()`` first, or use ``with generator:``.
+            NotRunningError: the batcher does not run; call ``start()`` first, or use ``with
+                generator:``.
             QueueFull: ``max_queue`` requests are waiting.
             InvalidInputError, InvalidTypeError, UnsupportedOptionError: an argument cannot be
                 served; running requests are not disturbed.
@@ -284,38 +303,41 @@ class SLOSpecGenerator:
         return self._service.submit(prompt, slo_tpot, options, kwargs, images, continues)
 
     def start(self) -> SLOSpecGenerator:
-        """Start the batcher unless it runs. Step times are measured first if no profile is stored.
+        """Start the batcher unless it is running. If no profile of the models is stored, step times
+        are measured first.
 
-        All processes of a tensor-parallel model call it; the first one then takes requests, and the
-        others compute."""
+        All processes of a tensor-parallel model must call this; the first process then takes
+        requests, and the other processes only compute.
+        """
         self._service.start()
         return self
 
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
         """Stop the batcher, which may be started again.
 
-        It takes no more requests and finishes those it has; after ``timeout`` seconds, or without
-        ``drain``, it cancels them. In other processes of a tensor-parallel model than the first, it
-        waits until the first one calls it, and raises the error that ended their part.
+        It takes no new requests and finishes the present ones; after ``timeout`` seconds, or at
+        once without ``drain``, it cancels them. For a tensor-parallel model, in all processes but
+        the first, this waits until the first process calls it, and raises the error that ended this
+        process's part.
         """
         self._service.stop(drain, waiting_s(timeout))
 
     def set_policy(self, config: SLOSpecConfig) -> None:
-        """Use this config's policy, with its settings, from the batcher's next step on. Running
+        """Use the policy of ``config``, with its settings, from the batcher's next step on. Running
         requests continue.
 
-        All other settings (``max_batch``, ``kv_tokens``, ``admission``, ...) stay those of the
-        generator.
+        All other settings (``max_batch``, ``kv_tokens``, ``admission``, ...) stay as in the
+        generator's own config.
 
         Raises:
-            InvalidInputError: the policy's trees may be larger than those of the generator's own
-                config.
+            InvalidInputError: the policy's draft trees may be larger than the generator's own
+                config allows.
         """
         self._service.set_policy(config)
 
     def __deepcopy__(self, memo: Any) -> SLOSpecGenerator:
-        """Return the generator itself, as its models would be copied: processors, copied per row,
-        may hold it.
+        """Return the generator itself. Logits processors are copied for every row and may hold the
+        generator, whose models must not be copied.
         """
         return self
 
@@ -332,25 +354,25 @@ class SLOSpecGenerator:
 
     @property
     def max_len(self) -> int:
-        """Maximum tokens of prompt and output of one submitted request, once the batcher was
-        started.
+        """Maximum tokens of prompt and output together of one submitted request, once the batcher
+        has been started.
         """
         return self._service.max_len
 
     @property
     def draft_method(self) -> DraftMethod:
-        """Method that drafts for the target."""
+        """Drafting method of calls without an ``assistant_model`` of their own."""
         return self.decoder.speculator.method
 
     @property
     def max_nodes(self) -> int:
-        """Tokens of K/V that a submitted request needs beside its prompt and output, for
-        speculation.
+        """Number of K/V slots that a submitted request needs for its draft tree, in addition to
+        prompt and output.
         """
         return self._service.limits.max_nodes
 
     def check_running(self, hang_s: float = math.inf) -> None:
-        """Raise NotRunningError, which says why, unless the batcher takes requests.
+        """Raise NotRunningError, which states the reason, unless the batcher takes requests.
 
         Args:
             hang_s: seconds after which a step that has not ended counts as hanging.
@@ -358,11 +380,11 @@ class SLOSpecGenerator:
         self._service.batcher.check_running(hang_s)
 
     def prompt_logprobs(self, prompt: Prompt, num_top: int = 0) -> list[TokenLogprobs | None]:
-        """Return the target's log probabilities of a prompt's tokens, each given those before it;
-        waits for them.
+        """Return the target's log probabilities of a prompt's tokens, each given the tokens before
+        it; blocks until they are computed.
 
         Args:
-            prompt: as for :meth:`submit`, which also has ``prompt_logprobs``.
+            prompt: see :meth:`submit`, which also has an option ``prompt_logprobs``.
             num_top: number of most probable tokens to return at each position.
 
         Returns:
@@ -373,17 +395,22 @@ class SLOSpecGenerator:
         return handle.prompt_logprobs
 
     async def aload(self) -> ReplicaLoad:
-        """Return the load of the batcher for routers; waits for the end of its step."""
+        """Return the batcher's load, by which a router chooses a replica; waits for the end of the
+        current step.
+        """
         return await asyncio.wrap_future(self._service.batcher.load())
 
     def stats(self) -> Stats:
-        """Return a snapshot of the batcher: what it runs, and counts since it was first started."""
+        """Return a snapshot of the batcher: its present load, and counts since it was first
+        started.
+        """
         return self._service.stats()
 
     def collector(self, prefix: str = METRICS_PREFIX) -> Collector:
         """Return a collector for ``prometheus_client.REGISTRY.register``; needs the extra
         ``metrics``.
 
-        The metrics have vLLM's names behind ``prefix``, so that ``vllm:`` serves tools which look
-        for those."""
+        Metrics have vLLM's names after ``prefix``; pass ``vllm:`` for tools that look for vLLM's
+        metrics.
+        """
         return self._service.collector(prefix)

@@ -1,4 +1,6 @@
-"""The caller's view of a submitted request: a stream of committed tokens, and a result."""
+"""``RequestHandle``, with which a caller streams the tokens of a submitted request and gets its
+result.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,17 @@ WAITS_FOR_ITSELF = (
     "the batcher's own thread would wait for itself: a processor, criterion or drafter waits for what the batcher does "
     "after it has returned; call generate there, or wait elsewhere"
 )
-MAX_WAIT_S = threading.TIMEOUT_MAX / 2  # until a time that threads can wait for
+# Longest timeout, in seconds, that is passed to Condition.wait_for, which adds it to the present
+# time; longer ones mean no limit.
+MAX_WAIT_S = threading.TIMEOUT_MAX / 2
 
 
 def waiting_s(timeout: Any) -> float | None:
-    """Return a number of seconds that threads can wait; None waits without limit.
+    """Return a timeout in seconds for ``wait()``, or None to wait without limit.
 
     Raises:
-        InvalidTypeError, InvalidInputError: ``timeout`` is no number, or not a number of seconds.
+        InvalidTypeError: ``timeout`` is neither a number nor None.
+        InvalidInputError: ``timeout`` is NaN.
     """
     if timeout is None:
         return None
@@ -63,11 +68,12 @@ class RequestResult:
 
 
 class RequestHandle:
-    """A stream of a request's output, and its result; may be used from any thread.
+    """Streams a request's output and returns its result; may be used from any thread.
 
-    Iterating yields pieces of text as tokens are committed, or token ids without a tokenizer. Every
-    iteration starts from the beginning. Iteration and ``result`` raise the error of a request that
-    failed."""
+    Iterating yields parts of the text as tokens are committed, or token ids if there is no
+    tokenizer. Every iteration starts from the first new token. Iteration and ``result`` raise the
+    error of a failed request.
+    """
 
     def __init__(
         self,
@@ -80,25 +86,27 @@ class RequestHandle:
     ):
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
-        self.replica: str | None = None  # name of the replica that serves it, if there are replicas
-        self.has_images = False  # its prompt holds images, audio or video
+        self.replica: str | None = None  # name of the replica that serves the request, if any
+        self.has_images = False  # the prompt contains images, audio or video
         self.request = request
         self._to_text = to_text
         self._abort = abort
         self.seed = seed  # seed of sampling; None for greedy decoding
         self._changed = Condition()
         self._num_ready = -1  # published new tokens; -1 until the engine has taken the request
-        self._traceback: TracebackType | None = None  # traceback of the request's error
+        self._traceback: TracebackType | None = None
         self._is_done = False
         self._wakers: list[Waker] = []
         self._pid = os.getpid()
-        self.thread: threading.Thread | None = None  # the batcher's
+        self.thread: threading.Thread | None = None  # the thread that runs the batcher
 
-    # ---- for the engine
+    # ---- called by the batcher's thread
 
     def advance(self) -> list[Waker]:
-        """Publish the tokens committed so far, wake all waiting threads, and return the tasks to
-        :func:`wake`.
+        """Publish the tokens committed so far and wake all waiting threads. Called by the batcher.
+
+        Returns:
+            Waiting asyncio tasks, for the caller to pass to :func:`wake`.
         """
         if self.request.error is not None:
             _clear_frames(self.request.error)
@@ -109,21 +117,23 @@ class RequestHandle:
             self._changed.notify_all()
             return [waker for waker in self._wakers if self._has_more_than(waker.num_known)]
 
-    # ---- for the caller
+    # ---- called by the threads that submit requests
 
     @property
     def token_ids(self) -> list[int]:
-        """The new tokens so far."""
+        """New tokens so far."""
         return self._since(0)
 
     def _since(self, num_known: int) -> list[int]:
-        """Return the new tokens but the first ``num_known``."""
+        """Return the published new tokens after the first ``num_known``."""
         begin = self.request.prompt_len
         return self.request.tokens[begin + num_known : begin + max(self._num_ready, 0)]
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Log probabilities of the new tokens so far, if ``submit`` was asked for them."""
+        """Log probabilities of the new tokens so far; empty unless ``submit`` was called with
+        ``logprobs``.
+        """
         return list(self._logprobs[: max(self._num_ready, 0)])
 
     @property
@@ -131,19 +141,19 @@ class RequestHandle:
         """Log probabilities of the prompt's tokens, None for the first; empty before the first new
         token.
 
-        Also empty unless ``submit`` was asked for them.
+        Also empty unless ``submit`` was called with ``prompt_logprobs``.
         """
         return list(self._prompt_logprobs) if self._num_ready > 0 else []
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Reason why the request ended; None before that."""
+        """Reason why the request ended; None while it is unfinished."""
         return self.request.finish_reason if self._is_done else None
 
     @property
     def commits(self) -> list[Commit]:
-        """Commits of the steps so far: the number of tokens, accepted ones among them, and the
-        time.
+        """One entry per step that committed tokens so far, with the numbers of new and of accepted
+        tokens and the time.
         """
         return [
             commit
@@ -153,7 +163,9 @@ class RequestHandle:
 
     @property
     def from_draft(self) -> list[bool]:
-        """Flags of the new tokens so far: True for an accepted draft token."""
+        """One flag per new token so far: True if it is an accepted draft token, False if the target
+        chose it after the last accepted one.
+        """
         origins: list[bool] = []
         for commit in self.commits:
             num_new = commit.num_emitted - len(origins)
@@ -162,12 +174,14 @@ class RequestHandle:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """SLOs and measurements so far."""
+        """SLOs and measurements of the request so far."""
         return self.request.metrics()
 
     @property
     def progress(self) -> Progress:
-        """Output so far, to ``submit`` to another generator of the same models with ``resume``."""
+        """Output so far, which another generator of the same models continues with
+        ``submit(resume=...)``.
+        """
         now = self.request.progress(time.perf_counter())
         return replace(now, tokens=now.tokens[: max(self._num_ready, 0)])
 
@@ -176,11 +190,13 @@ class RequestHandle:
         return self._is_done
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is done."""
+        """Cancel the request before the batcher's next step; does nothing if it has ended."""
         self.fail(None)
 
     def fail(self, error: BaseException | None) -> None:
-        """End the request with an error, which ``result`` raises, unless it is done."""
+        """End the request with an error, which ``result`` raises, before the next step; None
+        cancels it. Does nothing if the request has ended.
+        """
         if not self._is_done and self._pid == os.getpid():
             self._abort(self, error)
 
@@ -191,8 +207,10 @@ class RequestHandle:
             timeout: seconds; None waits without limit.
 
         Raises:
-            TimeoutError: the request continues; call again.
-            RequestCancelledError: it was cancelled; ``token_ids`` has the tokens until then.
+            TimeoutError: the request has not ended; it continues, and ``result`` may be called
+                again.
+            RequestCancelledError: the request was cancelled; ``token_ids`` has the tokens until
+                then.
         """
         limit_s = waiting_s(timeout)
         self._check_waiting()
@@ -212,14 +230,16 @@ class RequestHandle:
             yield from pieces_of(new, is_last)
 
     def _new_stream(self) -> Callable[[list[int], bool], Sequence[str | int]]:
-        """Return the function that returns what an iteration yields for new tokens."""
+        """Return a function that maps newly committed tokens to the texts (or ids) that an
+        iteration yields for them.
+        """
         if self._to_text is None:
             return lambda new, is_last: new
         text = TextStream(self._to_text)
         return lambda new, is_last: list(filter(None, [text.push(new, is_last)]))
 
     def _steps(self) -> Iterator[tuple[list[int], bool]]:
-        """Yield newly committed tokens, and whether they are the last."""
+        """Yield the newly committed tokens of each step, and whether they are the last ones."""
         num_known = 0
         is_done = False
         while not is_done:
@@ -238,19 +258,22 @@ class RequestHandle:
     # ---- for asyncio
 
     async def aguaranteed(self) -> bool:
-        """Wait until the engine has taken the request; return whether its SLOs are guaranteed then.
+        """Wait until the batcher has taken the request; return whether its SLOs are guaranteed
+        then.
 
-        Without ``must_guarantee`` the engine decides later, before the next step.
+        Requests without ``must_guarantee`` get their guarantee later, before the next step, so this
+        may return False for a request that is guaranteed afterwards.
 
         Raises:
-            NotGuaranteedError: they are not, and it was submitted with ``must_guarantee``.
+            NotGuaranteedError: the request has ``must_guarantee`` and its SLOs cannot be
+                guaranteed.
         """
         await self._more(-1)
         self._raise_if_failed()
         return bool(self.request.is_guaranteed)
 
     async def aresult(self, timeout: float | None = None) -> RequestResult:
-        """Await the output; see :meth:`result`."""
+        """Wait for the end of the request without blocking the event loop; see :meth:`result`."""
         limit_s = waiting_s(timeout)
         try:
             await asyncio.wait_for(self._more(math.inf), limit_s)
@@ -261,7 +284,7 @@ class RequestHandle:
         return self._result()
 
     async def atokens(self) -> AsyncIterator[list[int]]:
-        """Yield new tokens as steps commit them."""
+        """Yield the new tokens of each step as one list."""
         async for new, _ in self.asteps():
             if new:
                 yield new
@@ -273,7 +296,7 @@ class RequestHandle:
                 yield piece
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
-        """Yield newly committed tokens, and whether they are the last."""
+        """Yield the newly committed tokens of each step, and whether they are the last ones."""
         num_known = 0
         is_done = False
         while not is_done:
@@ -286,7 +309,7 @@ class RequestHandle:
         self._raise_if_failed()
 
     async def _more(self, num_known: float) -> None:
-        """Wait for more than ``num_known`` new tokens, or the end."""
+        """Wait until there are more than ``num_known`` new tokens, or the request has ended."""
         self._check_waiting()
         waker = Waker(num_known)
         with self._changed:
@@ -300,7 +323,9 @@ class RequestHandle:
                 self._wakers.remove(waker)
 
     def _check_waiting(self) -> None:
-        """Raise NotRunningError where waiting would never end."""
+        """Raise NotRunningError if waiting would never end: in a forked child process, and in the
+        batcher's own thread.
+        """
         if self._pid != os.getpid():
             raise NotRunningError(
                 "the request runs in the process this one was forked from; wait for it there"
@@ -308,7 +333,7 @@ class RequestHandle:
         if threading.current_thread() is self.thread and not self._is_done:
             raise NotRunningError(WAITS_FOR_ITSELF)
 
-    # ---- for both
+    # ---- used by the methods for threads and for asyncio
 
     def _result(self) -> RequestResult:
         self._raise_if_failed()
@@ -326,21 +351,21 @@ class RequestHandle:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the frames that an error's traceback keeps, which refer to the engine and all of its
-    K/V.
+    """Drop the local variables of an error's stack frames: they refer to the engine, which holds
+    all K/V.
     """
     traceback = error.__traceback__
     while traceback is not None:
         frame: Any = traceback.tb_frame
         while frame is not None:
-            with contextlib.suppress(RuntimeError):  # the frame still runs
+            with contextlib.suppress(RuntimeError):  # a frame that is still running
                 frame.clear()
             frame = frame.f_back
         traceback = traceback.tb_next
 
 
 class Waker:
-    """A task in an event loop that waits for more than ``num_known`` tokens."""
+    """An asyncio task that waits until a request has more than ``num_known`` new tokens."""
 
     def __init__(self, num_known: float):
         self.num_known = num_known
@@ -349,14 +374,14 @@ class Waker:
 
 
 def wake(wakers: Iterable[Waker]) -> None:
-    """Let tasks of other threads go on, those of an event loop by one call: each call may hand the
-    GIL to the loop.
+    """Let asyncio tasks continue that wait in other threads, with one call per event loop, since
+    every call may pass the GIL to the loop's thread.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[Waker]] = {}
     for waker in wakers:
         by_loop.setdefault(waker.loop, []).append(waker)
     for loop, its_wakers in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # it was closed
+        with contextlib.suppress(RuntimeError):  # the event loop was closed
             loop.call_soon_threadsafe(_resolve, its_wakers)
 
 

@@ -1,4 +1,6 @@
-"""Orders of other threads to the batcher's, the state that they bring it to, and its observer."""
+"""Orders that other threads give to the batcher's thread, the batcher's state and counts, and the
+interface of its observer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from hf_slospec.scheduler.load import ReplicaLoad
 
 
 class BatcherState(Enum):
-    """State of a running batcher, by its treatment of requests."""
+    """State of a running batcher, which says what it does with requests."""
 
     TAKING = "takes and decodes them"
     DRAINING = "takes no more, and decodes those it has"
@@ -22,7 +24,7 @@ class BatcherState(Enum):
 
 
 class Counts(NamedTuple):
-    """Present load of a batcher; the fields are those of :class:`Stats`."""
+    """Present load of a batcher; the fields have the names of the fields of :class:`Stats`."""
 
     running: int = 0
     waiting: int = 0
@@ -32,7 +34,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Abort:
-    """Order to end a request, as cancelled or, with an error, as failed."""
+    """Order to end a request: as cancelled or, with an error, as failed."""
 
     handle: RequestHandle
     error: BaseException | None
@@ -40,19 +42,21 @@ class Abort:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Order to report the engine's load."""
+    """Order to set a future to the scheduler's load."""
 
     future: Future[ReplicaLoad]
 
 
-Order = RequestHandle | Abort | LoadReport  # a handle is the order to decode its request
+Order = RequestHandle | Abort | LoadReport  # a RequestHandle is the order to decode its request
 
 
 class Observer(Protocol):
-    """Callbacks that a batcher calls in its thread. Their errors are logged, and end no request."""
+    """Callbacks that the batcher's thread calls. Exceptions that they raise are logged and do not
+    end requests.
+    """
 
     def on_step(self, step: StepEvent) -> None:
         """Handle the end of a step."""
 
     def on_end(self, request: Request) -> None:
-        """Handle a request that finished, was cancelled or failed."""
+        """Handle a request that has finished, was cancelled or failed."""

@@ -1,5 +1,5 @@
-"""The batching service of one generator: makes requests of submissions and runs them in the
-batcher.
+"""``BatchingService``: makes requests of the arguments of ``submit`` and queues them in the
+batcher. ``SLOSpecGenerator`` is its public interface.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ STREAMER_S = 5.0  # seconds that stop() waits for a streamer to receive the rema
 
 
 class BatchingService:
-    """Runs submitted requests on a decoder's models."""
+    """Decodes submitted requests together, with the models of a :class:`Decoder`."""
 
     def __init__(
         self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, processor: Any = None
@@ -73,33 +73,35 @@ class BatchingService:
         self.tokenizer = tokenizer
         self.config = decoder.config
         self.processor = processor  # for prompts with images
-        # By whether special tokens are left out; what they find out about the tokenizer is kept.
+        # Keyed by skip_special_tokens. Kept, as they cache properties of the tokenizer.
         self._texts = {skips: Detokenizer(tokenizer, skips) for skips in (False, True)}
         self.telemetry = Telemetry()
         self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
-        # A follower in all but the first process of the model.
+        # A Follower in every process of a tensor-parallel model but the first.
         self._batcher: Batcher | Follower | None = None
         self._limits: Limits | None = None
         self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
-        # Weak, as the engine holds all K/V.
+        # Returns the engine, or None if there is none; later a weak reference, as the engine holds
+        # all K/V.
         self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None
-        self._placements = list[tuple[Any, ...]]()  # of the models when the engine was made
-        self._is_led = False  # by this service's batcher; see Ranks
+        # Speculator.placements when the engine was made; compared to notice moved or cast models.
+        self._placements = list[tuple[Any, ...]]()
+        self._is_led = False  # this service's batcher leads the model's processes; see Ranks
         self._index = itertools.count()
         self._lock = FairLock()
 
     # ---- life cycle
 
     def start(self) -> None:
-        """Start the batcher unless it runs.
+        """Start the batcher unless it is running.
 
-        All processes of a tensor-parallel model must call it.
+        All processes of a tensor-parallel model must call this.
 
         Raises:
-            UnsupportedModelError: the model is an encoder-decoder, or the decoder can only fall
-                back to stock ``generate``.
-            UnsupportedOptionError: the draft is split over processes.
+            UnsupportedModelError: the model is an encoder-decoder, or speculation does not support
+                it and only stock ``generate`` can run it.
+            UnsupportedOptionError: the draft model is split over processes.
             UnsupportedInputError: every request would fail because of the model's generation
                 config.
         """
@@ -127,8 +129,8 @@ class BatchingService:
             self._batcher.start()
 
     def _check_defaults(self) -> None:
-        """Prepare a request without options, so that a generation config that fails every request
-        fails the start.
+        """Prepare a request without options, so that a generation config with which every request
+        would fail raises an error at the start.
         """
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self.decoder.model.device)
         short = {"max_new_tokens": 1, "min_new_tokens": 0, "tokenizer": self.tokenizer}
@@ -144,12 +146,14 @@ class BatchingService:
             ) from error
 
     def stop(self, drain: bool, timeout: float | None) -> None:
-        """Stop the batcher, and wait for streamers to receive their remaining tokens."""
+        """Stop the batcher, and wait at most ``STREAMER_S`` seconds per streamer until streamers
+        have received their remaining tokens.
+        """
         if self._batcher is not None:
             try:
                 self._batcher.stop(drain, timeout)
             finally:
-                if not self._batcher.is_running:  # a batcher that stops itself is refused
+                if not self._batcher.is_running:  # it still runs if its own thread called stop()
                     self._end_leading()
             for thread in list(self._streaming):
                 if thread is not threading.current_thread():  # a streamer may stop the batcher
@@ -157,7 +161,12 @@ class BatchingService:
 
     @property
     def batcher(self) -> Batcher:
-        """The running batcher; raises NotRunningError without one."""
+        """The running batcher.
+
+        Raises:
+            NotRunningError: the batcher does not run, or not in this process of a tensor-parallel
+                model.
+        """
         if self._batcher is None:
             raise NotRunningError(
                 "the batcher has not been started; call start(), or use `with generator:`"
@@ -169,13 +178,17 @@ class BatchingService:
 
     @property
     def limits(self) -> Limits:
-        """Resources of the engine, once the batcher was started."""
+        """Limits of the engine (K/V slots, nodes per draft tree); set once the batcher has been
+        started.
+        """
         assert self._limits is not None
         return self._limits
 
     @property
     def max_len(self) -> int:
-        """Maximum tokens of prompt and output of one request, once the batcher was started."""
+        """Maximum tokens of prompt and output together of one request; known once the batcher has
+        been started.
+        """
         return int(
             min(
                 trained_len(self.decoder.model) or math.inf,
@@ -196,9 +209,10 @@ class BatchingService:
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
         target = ranks.new_target(speculator, self._samplers, slots, max_kept)
-        # Every request has its own noise.
+        # The drafter need not restore the global generator, as every request has its own noise.
         drafter = speculator.new_drafter(slots, max_kept, keeps_rng=False)
-        costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
+        # Separate averages, as the steps of concurrent generate calls have other batch sizes.
+        costs = speculator.costs.for_own_engine()
         engine = new_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
         )
@@ -208,7 +222,9 @@ class BatchingService:
         return engine
 
     def _end_leading(self) -> None:
-        """Let all processes of the model decide again, once the batcher has ended."""
+        """Let every process of a tensor-parallel model take its own decisions again, after the
+        batcher has ended.
+        """
         if self._is_led:
             self.decoder.speculator.target.ranks.end_leading()
             self._is_led = False
@@ -217,10 +233,11 @@ class BatchingService:
         return self._placements == self.decoder.speculator.placements
 
     def set_policy(self, config: SLOSpecConfig) -> None:
-        """Use this config's policy from the next step on.
+        """Use the policy of ``config`` from the next step on.
 
         Raises:
-            InvalidInputError: its trees may be larger than those of the generator's own config.
+            InvalidInputError: the policy's draft trees may be larger than the generator's own
+                config allows.
         """
         if not isinstance(self._batcher, Batcher | None):
             self._batcher.refuse()
@@ -230,7 +247,7 @@ class BatchingService:
                 f"policy {config.policy!r} may draft {needed} tokens of a request at a time and the generator has room "
                 f"for {speculator.max_nodes}; lower max_depth or max_width, or make a generator with larger ones"
             )
-        with speculator.lock:  # waits until no step runs
+        with speculator.lock:  # waits for the end of a running step
             self._policy_config = config
             if (engine := self._engine()) is not None:
                 engine.policy = speculator.policy(engine.costs, config)
@@ -239,17 +256,17 @@ class BatchingService:
     # ---- observing the batcher
 
     def on_step(self, step: StepEvent) -> None:
-        """Count a step."""
+        """Count a step; the batcher calls this as its :class:`Observer`."""
         self.telemetry.on_step(step)
 
     def on_end(self, request: Request) -> None:
-        """Count a request that ended, and drop its sampler."""
+        """Count a request that has ended, and free its sampler."""
         self._samplers.pop(request, None)
         request.drop_hooks()
         self.telemetry.on_end(request)
 
     def stats(self) -> Stats:
-        """Return a snapshot."""
+        """Return a snapshot of the batcher's present load and of its counts."""
         speculator = self.decoder.speculator
         counts = Counts()
         kv_limit = 0
@@ -263,7 +280,11 @@ class BatchingService:
         )
 
     def collector(self, prefix: str) -> Collector:
-        """Return a collector for Prometheus; raises MissingExtraError without prometheus_client."""
+        """Return a collector for Prometheus.
+
+        Raises:
+            MissingExtraError: prometheus_client is not installed.
+        """
         need("metrics", "collector")
         return Collector(lambda: self.telemetry.families(self.stats(), prefix))
 
@@ -278,7 +299,13 @@ class BatchingService:
         images: Sequence[Any] | None = None,
         continues: RequestHandle | None = None,
     ) -> RequestHandle:
-        """Prepare one request and queue it; see :meth:`SLOSpecGenerator.submit`."""
+        """Prepare one request and queue it; see :meth:`SLOSpecGenerator.submit`.
+
+        Args:
+            prompt, slo_tpot, images, continues: as in :meth:`SLOSpecGenerator.submit`.
+            options: the options that ``generate`` does not have.
+            arguments: the arguments of ``generate``; ``streamer`` is removed.
+        """
         batcher = self.batcher
         check_arguments_of_one(arguments)
         if autocast_dtype(self.decoder.model.device.type) is not None:
@@ -293,7 +320,7 @@ class BatchingService:
         else:
             inputs = inputs_after(continues, prompt, images, self.tokenizer)
             earlier = continues.metrics
-            if not options.cache_salt:  # the K/V of the earlier request is found under its salt
+            if not options.cache_salt:  # the earlier request's K/V is stored under its salt
                 salt = continues.request.params.cache_salt
                 options = options.model_copy(update={"cache_salt": salt})
         model = self.decoder.model
@@ -315,7 +342,7 @@ class BatchingService:
             call = prepare(
                 speculator, slo_tpot, arguments, options, earlier, batcher.is_idle, new_stop_strings
             )
-        speculator.lock.rest()  # this thread may have read weights or encoded images
+        speculator.lock.rest()  # preparing may have run torch in this thread, e.g. encoded images
         (params,) = call.params
         if (needed := params.max_len + self.limits.max_nodes) > self.limits.kv_tokens:
             raise InvalidInputError(
@@ -328,7 +355,7 @@ class BatchingService:
         if params.is_sampled and seed is None:
             seed = secrets.randbits(63)
         if options.resume is not None and record.num_top is not None:
-            # The log probabilities of earlier tokens are not known.
+            # The other engine's tokens have no recorded log probabilities.
             record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(options.resume.tokens)
         is_plain = not (params.is_sampled or call.stock.processors or record.is_wanted)
         sampler = None if is_plain else call.sampler(seed, sharing=self.config.max_batch)
@@ -368,7 +395,9 @@ def _batcher_thread() -> Iterator[None]:
 
 
 def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:
-    """Send tokens to a streamer; runs in its own thread, so that a slow streamer delays no step."""
+    """Pass a request's tokens to its streamer. Runs in a thread of its own, so that a slow streamer
+    delays no step.
+    """
     try:
         try:
             streamer.put(prompt.cpu())

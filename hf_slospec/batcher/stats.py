@@ -1,4 +1,6 @@
-"""Counters of a batcher: as a snapshot, and for Prometheus under vLLM's names."""
+"""Counts and latencies of a batcher: ``Telemetry`` counts them, ``Stats`` is a snapshot, and
+Prometheus gets them under vLLM's names. The metrics of one request are in ``request/metrics.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from hf_slospec.model.memory import MemoryUse
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.request import Request
 
-RECENT = 1024  # number of last finished requests that percentiles are taken over
+RECENT = 1024  # percentiles are taken over this many requests, those that finished last
+# Upper bounds of Prometheus histogram buckets: seconds per token or step, seconds per request, and
+# tokens.
 LATENCY_BUCKETS = (
     0.001,
     0.0025,
@@ -39,7 +43,7 @@ TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit i
 
 
 class Percentiles(BaseModel):
-    """Percentiles over recently finished requests, in seconds."""
+    """Percentiles over the last ``RECENT`` finished requests, in seconds."""
 
     p50: float
     p90: float
@@ -47,7 +51,7 @@ class Percentiles(BaseModel):
 
 
 class Stats(BaseModel):
-    """Snapshot of a batcher. Counts are since it was first started."""
+    """Snapshot of a batcher: its present load, and counts since it was first started."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -94,11 +98,11 @@ class Stats(BaseModel):
     tpot_s: Percentiles | None = Field(description="Time per output token.")
 
 
-COUNTS = (  # counters with the names of the fields of Stats
+COUNTS = (  # counters of Telemetry whose names are fields of Stats
     *("attained", "missed", "guaranteed", "broken", "declined", "preempted", "steps"),
     *("prompt_tokens", "reused_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens"),
 )
-COUNTERS = {  # vLLM's names, descriptions, and the fields of Stats
+COUNTERS = {  # Prometheus name, as in vLLM -> description, field of Stats
     "prompt_tokens": ("Prompt tokens of finished requests.", "prompt_tokens"),
     "prefix_cache_queries": ("Prompt tokens looked up among kept texts.", "prompt_tokens"),
     "prefix_cache_hits": ("Prompt tokens whose K/V was there.", "reused_tokens"),
@@ -115,7 +119,7 @@ COUNTERS = {  # vLLM's names, descriptions, and the fields of Stats
         "declined",
     ),
 }
-HISTOGRAMS = {  # buckets by vLLM's name
+HISTOGRAMS = {  # Prometheus name, as in vLLM -> buckets
     **dict.fromkeys(("time_to_first_token_seconds", "e2e_request_latency_seconds"), TIME_BUCKETS),
     **{
         f"request_{phase}_time_seconds": TIME_BUCKETS
@@ -131,14 +135,14 @@ HISTOGRAMS = {  # buckets by vLLM's name
     ),
     "iteration_tokens_total": TOKEN_BUCKETS,
 }
-SAME = {  # further names of vLLM for histograms that are equal here
+SAME = {  # another name that vLLM has for a histogram -> its name in HISTOGRAMS
     "request_time_per_output_token_seconds": "time_per_output_token_seconds",
     "request_max_num_generation_tokens": "request_generation_tokens",
 }
 
 
 class _Histogram:
-    """A Prometheus histogram."""
+    """Histogram with the buckets that Prometheus expects."""
 
     def __init__(self, buckets: tuple[float, ...]):
         self.buckets = buckets
@@ -156,20 +160,20 @@ class _Histogram:
 
 
 class Telemetry:
-    """Counters that the batcher's thread writes and any thread reads."""
+    """Counters of a batcher: its thread updates them, and any thread may read them."""
 
     def __init__(self) -> None:
         self._lock = FairLock()
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
-        # Draft trees by the number of their tokens that were accepted.
+        # Number of accepted tokens -> number of draft trees.
         self._accepted_lengths: Counter[int] = Counter()
         self._ttft_s: deque[float] = deque(maxlen=RECENT)
         self._tpot_s: deque[float] = deque(maxlen=RECENT)
         self._histograms = {name: _Histogram(buckets) for name, buckets in HISTOGRAMS.items()}
 
     def on_step(self, step: StepEvent) -> None:
-        """Count a step."""
+        """Add a step to the counters."""
         with self._lock:
             self._counts.update(
                 steps=1,
@@ -181,7 +185,7 @@ class Telemetry:
             self._histograms["iteration_tokens_total"].observe(step.num_tokens)
 
     def on_end(self, request: Request) -> None:
-        """Count a request that ended."""
+        """Add a request that has ended to the counters."""
         metrics = request.metrics()
         stats = request.stats
         with self._lock:
@@ -214,7 +218,11 @@ class Telemetry:
                 self._counts["broken"] += metrics.guaranteed and not metrics.attained
 
     def stats(self, **present: Any) -> Stats:
-        """Return a snapshot; ``present`` has the fields of the batcher's present state."""
+        """Return a snapshot.
+
+        Args:
+            present: fields of :class:`Stats` that describe the batcher's present load.
+        """
         with self._lock:
             counts = self._counts
             return Stats(
@@ -229,7 +237,9 @@ class Telemetry:
             )
 
     def families(self, stats: Stats, prefix: str) -> Iterator[Any]:
-        """Yield Prometheus metric families; needs the extra ``metrics``."""
+        """Yield Prometheus metric families for a snapshot and the histograms; needs the extra
+        ``metrics``.
+        """
         from prometheus_client.core import (
             CounterMetricFamily,
             GaugeMetricFamily,
@@ -289,14 +299,14 @@ class Telemetry:
 
 
 class Collector:
-    """A collector as ``prometheus_client`` expects it."""
+    """Collector to register with ``prometheus_client``, which calls its ``collect``."""
 
     def __init__(self, families: Callable[[], Iterator[Any]]):
         self.collect = families
 
 
 def with_labels(families: Iterable[Any], **labels: str) -> Iterator[Any]:
-    """Yield Prometheus metric families, with further labels on all of their samples."""
+    """Add labels to all samples of Prometheus metric families, and yield the families."""
     for family in families:
         family.samples = [
             sample._replace(labels=sample.labels | labels) for sample in family.samples
@@ -305,7 +315,9 @@ def with_labels(families: Iterable[Any], **labels: str) -> Iterator[Any]:
 
 
 def _observations(request: Request, metrics: RequestMetrics) -> dict[str, float]:
-    """Return what histograms observe of a request that had a token, by their names."""
+    """Return one value per histogram, by the histogram's name, of a request that emitted a
+    token.
+    """
     stats = request.stats
     first_s = stats.first_token_s or 0.0
     observations: dict[str, float | None] = {
@@ -317,7 +329,7 @@ def _observations(request: Request, metrics: RequestMetrics) -> dict[str, float]
         "request_generation_tokens": metrics.tokens,
         "request_params_max_tokens": request.params.max_new_tokens,
     }
-    # Otherwise another engine had it in its queue.
+    # A resumed request waited in the queue of another engine, whose times are not known here.
     if stats.entered_s is not None and not metrics.resumed:
         observations["request_queue_time_seconds"] = stats.entered_s - stats.arrived_s
         observations["request_prefill_time_seconds"] = first_s - stats.entered_s
@@ -326,8 +338,10 @@ def _observations(request: Request, metrics: RequestMetrics) -> dict[str, float]
 
 
 def _per_position(lengths: Counter[int]) -> list[int]:
-    """Return how many draft trees had an accepted token at each level; ``lengths`` counts trees by
-    their accepted tokens.
+    """Return, for each level of draft trees, in how many trees a token of that level was accepted.
+
+    Args:
+        lengths: number of trees by the number of their accepted tokens.
     """
     levels = range(max(lengths, default=0))
     return [sum(count for length, count in lengths.items() if length > level) for level in levels]

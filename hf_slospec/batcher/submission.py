@@ -1,4 +1,6 @@
-"""Options and prompt of a submitted request, checked before it is queued."""
+"""Conversion of the prompt of ``submit`` to token ids and tensors. ``request/params.py`` checks the
+options of ``submit``.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from hf_slospec.errors import (
 )
 from hf_slospec.model.properties import CACHE_NAMES
 
-PROMPTED = {"add_generation_prompt": True}  # options of apply_chat_template
+PROMPTED = {"add_generation_prompt": True}  # arguments of apply_chat_template
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
-NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a single request
+NOT_FOR_ONE = (  # arguments of generate that submit refuses: they belong to a whole batch or call
     *CACHE_NAMES,
     "assistant_model",
     "assistant_tokenizer",
@@ -39,7 +41,8 @@ def check_arguments_of_one(arguments: dict[str, Any]) -> None:
     """Refuse arguments of ``generate`` that do not apply to one submitted request.
 
     Raises:
-        InvalidTypeError, UnsupportedOptionError: the message names the argument.
+        InvalidTypeError: ``streamer`` has no method ``put`` or ``end``.
+        UnsupportedOptionError: one of ``NOT_FOR_ONE`` was given.
     """
     if (streamer := arguments.get("streamer")) is not None:
         for name in ("put", "end"):
@@ -63,11 +66,13 @@ def inputs_of(
     tokenizer: PreTrainedTokenizerBase | None,
     processor: Any,
 ) -> dict[str, Any]:
-    """Return the tensors of one prompt as arguments of ``generate``, ``inputs`` [1, length] int64
-    among them.
+    """Return one prompt as arguments of ``generate``; among them is ``inputs``, [1, length] int64.
 
     Args:
-        images: the images of a text, in order; chat messages have theirs in their content.
+        prompt: a text, chat messages or token ids.
+        images: the images of a text, in the order of their placeholders; chat messages contain
+            their images.
+        tokenizer: the target's; None: only token ids are accepted, or images with ``processor``.
         processor: prepares texts with images; None: images are refused.
 
     Raises:
@@ -106,11 +111,12 @@ def inputs_after(
     images: Sequence[Any] | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, Any]:
-    """Return the tensors of an ended request's tokens with a text or token ids appended, as
-    :func:`inputs_of` does.
+    """Return the tokens of an ended request, followed by a text or token ids, as arguments of
+    ``generate``; see :func:`inputs_of`.
 
     Raises:
-        InvalidInputError, InvalidTypeError: the request cannot be continued, or not with this.
+        InvalidInputError, InvalidTypeError: the earlier request cannot be continued, or not with
+            this prompt.
     """
     if not isinstance(earlier, RequestHandle):
         raise InvalidTypeError(
@@ -161,21 +167,26 @@ def _has_images(message: dict[str, Any]) -> bool:
 def prompt_ids(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, is_appended: bool = False
 ) -> list[int]:
-    """Return the token ids of a text, of chat messages or of ids.
+    """Return the token ids of a prompt: of a text, of chat messages, or of token ids in any
+    container.
 
-    Text that ``is_appended`` to other tokens gets no special tokens; chat messages cannot be
-    appended.
+    Args:
+        prompt: the prompt.
+        tokenizer: the target's; None: only token ids are accepted.
+        is_appended: the prompt continues other tokens, so a text gets no special tokens, and chat
+            messages are refused.
 
     Raises:
-        InvalidInputError: it is empty, or needs a tokenizer or chat template that is missing.
-        InvalidTypeError: it is none of these.
+        InvalidInputError: the prompt is empty, or needs a tokenizer or chat template that is
+            missing.
+        InvalidTypeError: the prompt has none of these types.
     """
     if isinstance(prompt, str):
         given = _tokenizer_for("a text", tokenizer)
         options = {"add_special_tokens": False} if is_appended else {}
         try:
             ids = given(prompt, **options)["input_ids"]
-        except REFUSALS as error:  # such as half of a surrogate pair
+        except REFUSALS as error:  # e.g. the text contains half of a surrogate pair
             raise InvalidInputError(f"the tokenizer refused the prompt: {error}") from error
     elif _is_chat(prompt):
         if is_appended:
@@ -218,7 +229,7 @@ def _tokenizer_for(what: str, tokenizer: PreTrainedTokenizerBase | None) -> Any:
     return tokenizer
 
 
-# Raised by tokenizers, chat templates and processors for inputs that they cannot process.
+# Exceptions of tokenizers, chat templates and processors for inputs that they cannot process.
 REFUSALS = (
     TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, RuntimeError,
 )  # fmt: skip
@@ -228,15 +239,17 @@ Message = dict[str, Any]
 def in_template_form(
     processor: Any, messages: Sequence[Message], options: Mapping[str, Any]
 ) -> list[Message]:
-    """Return messages whose contents have the form in which the chat template shows all their
-    texts.
+    """Return chat messages with their contents converted to the form (a string, or a list of parts)
+    in which the chat template shows all their texts.
 
-    Tried are the contents as they are, all as strings, and all as parts; as strings, texts of parts
-    are joined by newlines, as vLLM joins them. Beside images, all as parts is tried first.
+    The contents are tried as they are, then all as strings, then all as lists of parts; with
+    images, all as lists of parts is tried first. A string joins the texts of parts by newlines, as
+    vLLM does.
 
     Args:
         processor: a processor or a tokenizer.
-        options: other arguments of its ``apply_chat_template``.
+        messages: the chat messages.
+        options: other arguments of ``processor.apply_chat_template``.
 
     Raises:
         InvalidInputError: the template leaves out a text in every form.
@@ -253,7 +266,7 @@ def in_template_form(
         lambda message: True,
         lambda message: message.get("role") != "system" or _has_others(message),
     ]
-    # Messages whose texts the first form that the template takes does not show.
+    # Indices of the messages that are not shown in the first form that the template accepts.
     hidden = list[int]()
     for listed in dict.fromkeys(tuple(map(test, messages)) for test in tests):
         form = [
@@ -267,7 +280,7 @@ def in_template_form(
         if not found:
             return form
         hidden = hidden or found
-    if not hidden:  # the template takes no form, and its error for this one is the plainest
+    if not hidden:  # the template accepts no form; its error for this one is the clearest
         return [message if _has_others(message) else _as_string(message) for message in messages]
     role = messages[hidden[0]].get("role")
     raise InvalidInputError(
@@ -279,9 +292,10 @@ def in_template_form(
 def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
     """Return the indices of messages with a text that the chat template does not show.
 
-    Templates may strip or escape a text, and leave out reasoning in it, so words are rendered in
-    place of the texts."""
-    words: dict[str, tuple[int, str]] = {}  # by word: the message's index, and the text
+    Templates may strip or escape a text, or leave out reasoning in it, so texts are replaced by
+    marker words, which are searched for in the rendered prompt.
+    """
+    words: dict[str, tuple[int, str]] = {}  # marker word -> index of the message, its text
 
     def marked(index: int, text: str) -> str:
         word = f"qx{len(words)}xq"
@@ -292,10 +306,10 @@ def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, A
     try:
         rendered = _rendered(processor, chat, options)
         wanted = {word: word for word in words}
-    except REFUSALS:  # a template that wants texts of a certain kind
+    except REFUSALS:  # the template accepts only certain texts, so look for the texts themselves
         rendered = _rendered(processor, messages, options)
         wanted = {word: text for word, (_, text) in words.items()}
-    if not isinstance(rendered, str):  # a processor that does not say what it renders
+    if not isinstance(rendered, str):  # the processor does not return the rendered text
         return []
     prompt = _squeezed(html.unescape(rendered))
     hidden = []
@@ -303,7 +317,7 @@ def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, A
         text = _squeezed(wanted[word])
         is_shown = text in prompt or not original.strip()
         is_shown &= not (_is_list(messages[index]) and _is_dumped(text, prompt))
-        # Templates of Llama 3.1 and others leave out what an assistant says beside tool calls.
+        # Some templates, as of Llama 3.1, leave out the text of assistant messages with tool calls.
         if not is_shown and not messages[index].get("tool_calls"):
             hidden.append(index)
     return hidden
@@ -314,12 +328,12 @@ def _rendered(processor: Any, messages: Sequence[Message], options: Mapping[str,
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without what templates change: whitespace, case and backslashes."""
+    """Remove from a text what templates may change: whitespace, case and backslashes."""
     return "".join(text.split()).casefold().replace("\\", "")
 
 
 def _is_dumped(word: str, rendered: str) -> bool:
-    """Return True if a list of parts was written as Python or JSON writes it."""
+    """Return whether the template printed a list of parts as a Python or JSON literal."""
     return any(f"{quote}text{quote}:{quote}{word}" in rendered for quote in "'\"")
 
 
@@ -336,7 +350,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _has_others(message: Message) -> bool:
-    """Return True if a message has parts that are no texts, such as images."""
+    """Return whether a message has parts other than texts, such as images."""
     return _is_list(message) and not all(map(_is_text, message["content"]))
 
 
@@ -356,7 +370,7 @@ def _as_string(message: Message) -> Message:
 
 
 def _with_texts(message: Message, change: Callable[[str], str]) -> Message:
-    """Return a message with its texts changed."""
+    """Return a copy of a message with ``change`` applied to each of its texts."""
     content = message.get("content")
     if isinstance(content, str):
         return message | {"content": change(content)}

@@ -1,4 +1,6 @@
-"""Text of growing lists of tokens: decoded step by step, and cut at stop strings of the output."""
+"""Detokenization of outputs as tokens arrive, and stop strings that are searched for in the
+output's text.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,25 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hf_slospec.forks import cached_property
 
 ToText = Callable[[list[int]], str]
-INVALID = "\ufffd"  # in place of bytes that are no UTF-8, such as part of a character
-# Last tokens of a prompt that are tried as context before the whole prompt.
+INVALID = "\ufffd"  # decoders write it for bytes that are no UTF-8, such as part of a character
+# Numbers of last prompt tokens that are tried as context before the whole prompt.
 CONTEXT_SIZES = (8, 64, 1024)
-# clean_up_tokenization changes no text up to the end of such a word.
+# Text up to the last run of 4 word characters, which clean_up_tokenization no longer changes.
 WORD = re.compile(r".*\w{4}", re.DOTALL)
 
 
-BYTES_BY_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # of byte-level tokens
+# Character of a byte-level token -> the byte that it stands for.
+BYTES_BY_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # byte tokens of sentencepiece vocabularies
 
 
 def bytes_of(token: str, is_byte_level: bool) -> bytes:
-    """Return the text of a token of a byte-level or sentencepiece vocabulary."""
+    """Return the UTF-8 bytes that a token of a byte-level or sentencepiece vocabulary stands for.
+
+    Args:
+        token: the token as ``convert_ids_to_tokens`` returns it.
+        is_byte_level: the vocabulary is byte-level; otherwise sentencepiece.
+    """
     if is_byte_level:
         is_bytes = all(char in BYTES_BY_CHAR for char in token)
         return bytes(BYTES_BY_CHAR[char] for char in token) if is_bytes else token.encode()
@@ -35,7 +43,7 @@ def bytes_of(token: str, is_byte_level: bool) -> bytes:
 
 
 class Detokenizer:
-    """Text of token ids, and how the text of a token depends on the tokens around it."""
+    """Decodes token ids to text, and knows how a token's text depends on the tokens around it."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
@@ -48,8 +56,9 @@ class Detokenizer:
 
     @cached_property
     def byte_tokens(self) -> frozenset[int]:
-        """Byte tokens of a sentencepiece vocabulary; a run that is no UTF-8 as a whole is replaced
-        as a whole.
+        """Ids of the byte tokens (such as ``<0x0A>``) of a sentencepiece vocabulary. A run of byte
+        tokens that is no valid UTF-8 is replaced as a whole, so its text may change with every
+        further byte token.
         """
         if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
             return frozenset()
@@ -60,7 +69,7 @@ class Detokenizer:
 
     @cached_property
     def cleans_up(self) -> bool:
-        """Return True if transformers' clean_up_tokenization changes the decoded text."""
+        """Return whether transformers' ``clean_up_tokenization`` changes the decoded text."""
         tokenizer = self._tokenizer
         if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
             return False
@@ -75,13 +84,15 @@ class Detokenizer:
         )
 
     def skipped(self, token: int) -> str:
-        """Return the text of a special token that is left out; empty for other tokens."""
+        """Return the text of a special token that the decoded text leaves out; empty for other
+        tokens.
+        """
         text: str = "" if self([token]) else self._tokenizer.decode([token])
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token behind another one; part of a character if the token
-        is.
+        """Return the UTF-8 bytes that a token adds after another token; these may be part of a
+        character.
         """
         if token not in self._bytes:
             self._bytes[token] = self._bytes_of(token)
@@ -101,29 +112,33 @@ class Detokenizer:
 class TextStream:
     """Incremental detokenization: returns text as soon as no further token can change it.
 
-    The pieces join to the text of all tokens, however the tokens are split into steps.
+    The returned texts join to the text of all tokens, however the tokens are split into steps.
     """
 
     def __init__(self, to_text: ToText, prompt: Sequence[int] = ()):
-        """``prompt``: tokens before the first one; their text is not returned, but the first
-        token's depends on it.
+        """Begin a text after a prompt.
+
+        Args:
+            to_text: decodes token ids.
+            prompt: tokens before the first one. Their text is not returned, but the text of the
+                first token depends on it.
         """
         self._to_text = to_text
-        self.held = ""  # text of the tokens so far that further tokens may change
+        self.held = ""  # text not returned yet, as further tokens may change it
         self._byte_tokens = frozenset[int]()
         self._cleans_up = False
         if isinstance(to_text, Detokenizer):
             self._byte_tokens = to_text.byte_tokens
             self._cleans_up = to_text.cleans_up
-        # Decoded at every step; the first ones for context only.
+        # Tokens that every step decodes; the first _num_context give context only.
         self._tokens = self._context(prompt)
         self._num_context = len(self._tokens)
-        # Characters.
+        # Characters at the beginning of the decoded text that need not be returned any more.
         self._num_returned = len(to_text(self._tokens).rstrip(INVALID)) if self._tokens else 0
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """Return the last tokens of a prompt that suffice to decode what follows as behind the
-        whole prompt.
+        """Return the shortest tail of a prompt after which tokens decode as after the whole
+        prompt.
         """
         for tail in (list(prompt[-size:]) for size in CONTEXT_SIZES if size < len(prompt)):
             text = self._to_text(tail)
@@ -132,7 +147,12 @@ class TextStream:
         return list(prompt)
 
     def push(self, tokens: Sequence[int], is_last: bool) -> str:
-        """Add tokens and return the text that they complete."""
+        """Add tokens and return the further text that no later token can change.
+
+        Args:
+            tokens: the next tokens.
+            is_last: no tokens follow, so all text is returned.
+        """
         self._tokens += tokens
         text = self._to_text(self._tokens)
         final = len(text) if is_last else self._num_final(text)
@@ -140,7 +160,7 @@ class TextStream:
         self.held = text[max(self._num_returned, final) :]
         self._num_returned = max(self._num_returned, final)
         after = self._tokens[self._num_context :]
-        # Tokens without text, such as special ones, give none.
+        # Tokens without text, such as special ones, cannot serve as context.
         if not self.held and (context := self._to_text(after)):
             self._tokens = after
             self._num_context = len(after)
@@ -148,7 +168,9 @@ class TextStream:
         return piece
 
     def _num_final(self, text: str) -> int:
-        """Return the number of characters that no further token changes."""
+        """Return the number of characters at the beginning of the text that no further token can
+        change.
+        """
         if self._is_byte(reversed(self._tokens)):
             return self._num_returned
         if self._cleans_up:
@@ -157,7 +179,9 @@ class TextStream:
         return len(text.rstrip(INVALID))
 
     def _is_byte(self, tokens: Iterable[int]) -> bool:
-        """Return True if the first token is a byte token, but for those without text."""
+        """Return whether the first token that has any text is a byte token (such as ``<0x0A>``);
+        tokens without text, such as special ones, are skipped.
+        """
         if not self._byte_tokens:
             return False
         return (
@@ -166,7 +190,9 @@ class TextStream:
 
 
 class StoppedText:
-    """Text of an output, cut at the stop string that is complete first."""
+    """Detokenizes an output incrementally, and cuts it at the stop string that is completed
+    first.
+    """
 
     def __init__(
         self,
@@ -176,12 +202,14 @@ class StoppedText:
         prompt: Sequence[int] = (),
         min_tokens: int = 0,
     ):
-        """Prepare the text of an output without tokens.
+        """Begin the text of an output.
 
         Args:
-            keeps_stop: the stop string is part of the text.
-            prompt: tokens before the output, in which no stop string is searched for.
-            min_tokens: number of first tokens that complete no stop string.
+            to_text: decodes token ids.
+            stop_strings: strings at which the text ends.
+            keeps_stop: keep the stop string at the end of the text.
+            prompt: tokens before the output, in which stop strings are not searched for.
+            min_tokens: a stop string may not end within this many first tokens.
         """
         self._stream = TextStream(to_text, prompt)
         self._stop_strings = stop_strings
@@ -192,12 +220,18 @@ class StoppedText:
             else lambda token: ""
         )
         self._min_tokens = min_tokens
-        self._begin = 0  # no stop string ends in the text before
-        self._held = ""  # text that may be the beginning of a stop string
-        self.stop_string: str | None = None  # the one at which the text was cut
+        self._begin = 0  # index in the held text before which no stop string ends
+        self._held = ""  # text not returned yet, as it may be the beginning of a stop string
+        self.stop_string: str | None = None  # stop string at which the text was cut; None: not cut
 
     def push(self, tokens: Sequence[int], is_last: bool) -> str:
-        """Add tokens and return the text that is certain to be part of the output."""
+        """Add tokens and return the further text that is certain to be part of the output, i.e. no
+        beginning of a stop string.
+
+        Args:
+            tokens: the next tokens.
+            is_last: no tokens follow.
+        """
         if self.stop_string is not None:
             return ""
         first = tokens[: self._min_tokens]
@@ -212,7 +246,7 @@ class StoppedText:
             stop: searched.find(stop, max(self._begin - len(stop) + 1, 0))
             for stop in self._stop_strings
         }
-        # A special token that is not shown may be a stop string, or the end of one.
+        # A special token that is left out of the text may be a stop string, or the end of one.
         if special := self._skipped(tokens[-1]) if tokens else "":
             searched += special
             ends = [
@@ -243,10 +277,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class OutputStopStrings:
-    """Stopping criterion of one request, met at the first token of the output that completes a stop
-    string in its text.
+    """Stopping criterion of one request: stops at the first token that completes a stop string in
+    the output's text.
 
-    ``StopStringCriteria`` also finds stop strings that begin in the prompt.
+    In contrast, ``StopStringCriteria`` also finds stop strings that begin in the prompt.
     """
 
     per_row = True
@@ -258,13 +292,16 @@ class OutputStopStrings:
         prompt_len: int,
         min_tokens: int = 0,
     ):
-        """Prepare the search.
+        """Prepare the search for stop strings.
 
         Args:
-            min_tokens: number of first tokens of the output that complete no stop string.
+            to_text: decodes token ids.
+            stop_strings: one string or several.
+            prompt_len: tokens of the prompt, which come first in ``input_ids``.
+            min_tokens: a stop string may not end within this many first tokens of the output.
 
         Raises:
-            ValueError: there is no stop string, or one is empty or no text.
+            ValueError: there is no stop string, or one is empty or no string.
         """
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         if not strings or not all(isinstance(stop, str) and stop for stop in strings):

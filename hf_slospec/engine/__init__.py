@@ -1,1 +1,1 @@
-"""The decoding engine: requests, policies and the step, without torch."""
+"""The decoding engine: its step, its cost model and its interfaces, without torch."""

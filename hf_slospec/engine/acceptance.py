@@ -1,4 +1,6 @@
-"""Calibrated path probabilities, which predict how many tokens every request commits."""
+"""``Acceptance``, which predicts how many tokens every request commits, from draft probabilities
+that are calibrated by observed acceptance.
+"""
 
 from __future__ import annotations
 
@@ -12,51 +14,54 @@ import numpy as np
 
 from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, ranks_in_groups
 
-# change of log-odds per unexpected acceptance or rejection
+# Change of a request's and of the overall log-odds shift per unexpectedly accepted node; the same
+# is subtracted per unexpectedly rejected node.
 REQUEST_RATE = 0.12
 OVERALL_RATE = 0.01
-MAX_SHIFT = 2.5  # largest absolute shift of log-odds
+MAX_SHIFT = 2.5  # largest absolute log-odds shift
 
 
 class Drawing(IntEnum):
-    """Way in which a request's tokens are chosen."""
+    """Method by which the target chooses a request's tokens."""
 
     GREEDY = 0  # the target takes the most probable token
-    SAMPLED = 1  # the target samples with noise that the draft does not know
-    COUPLED = 2  # the target samples with noise by which the draft ranks its proposals, too
+    SAMPLED = 1  # the target samples, with noise that the draft does not know
+    COUPLED = 2  # the target samples, with noise that also ranks the draft's proposals
 
 
-SHARPNESS = (
-    0.9  # tau: coupled drafting's probabilities are softmax((log p + Gumbel noise) / tau); measured
-)
+# Temperature tau of coupled drafting, which takes softmax((log p + Gumbel noise) / tau) as draft
+# probabilities; fitted to measured acceptance.
+SHARPNESS = 0.9
 
-# Prior: a favourite (first) child with conditional c is accepted with probability c ** exponent.
-# The exponent for greedy targets fits the embedded pair: favourites at 0.15 / 0.45 / 0.75 are
-# accepted 0.37 / 0.60 / 0.88.
+# Prior: a favourite, i.e. the most probable child of its parent, with conditional probability c is
+# accepted with probability c ** exponent. The exponent for greedy targets was fitted to the
+# embedded pair of models, where favourites of 0.15 / 0.45 / 0.75 are accepted at rates 0.37 / 0.60
+# / 0.88.
 FAVOURITE_EXPONENTS = {Drawing.GREEDY: 0.6, Drawing.SAMPLED: 1.0, Drawing.COUPLED: 1.0}
 
 
 class Speculated(Protocol):
-    """Request that a tree belongs to; hashable."""
+    """A request whose draft tree's acceptance is predicted; hashable."""
 
     @property
     def drawing(self) -> Drawing:
-        """Way in which the request's tokens are chosen."""
+        """Method by which the target chooses the request's tokens."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted acceptance of one step's candidates."""
+    """Predicted acceptance of the candidate trees of one step."""
 
     forest: Forest
     drawings: Sequence[Drawing]  # one per tree
-    conditionals: Conditionals  # the draft's probabilities
-    calibrated: FloatArray  # [num_nodes] f64, calibrated conditionals
-    path_probs: FloatArray  # [num_nodes] f64, products of the calibrated conditionals along paths
+    conditionals: Conditionals  # the draft's probabilities, not calibrated
+    # [num_nodes] f64, estimated probability that a node is accepted if its parent was.
+    calibrated: FloatArray
+    path_probs: FloatArray  # [num_nodes] f64, products of `calibrated` along paths
 
     @classmethod
     def joined(cls, parts: Sequence[Prediction]) -> Prediction:
-        """Return the predictions of several steps as one, with the trees of all."""
+        """Return the predictions of several steps as one, with the trees of all of them."""
         if len(parts) == 1:
             return parts[0]
         columns = [
@@ -68,7 +73,9 @@ class Prediction:
         return cls(forest, drawings, Conditionals(probs, ranks), calibrated, path_probs)
 
     def of_drawing(self) -> dict[Drawing, BoolArray]:
-        """Return masks of the nodes whose request draws in each way.  -> [num_nodes] bool each"""
+        """Return, for each :class:`Drawing` that occurs, the mask of the nodes of requests with
+        that value.  -> [num_nodes] bool each
+        """
         kinds = dict.fromkeys(self.drawings)
         if len(kinds) == 1:
             return dict.fromkeys(kinds, np.ones(len(self.forest.depths), dtype=np.bool_))
@@ -76,42 +83,50 @@ class Prediction:
         return {drawing: (by_tree == drawing)[self.forest.tree_of] for drawing in kinds}
 
     def expected_tokens(self, is_verified: BoolArray) -> FloatArray:
-        """Return the tokens each request is expected to commit if these nodes are verified.  ->
-        [num_requests] f64
+        """Return the number of tokens that each request is expected to commit if these nodes are
+        verified.
 
         Args:
             is_verified: [num_nodes] bool, roots included.
+
+        Returns:
+            [num_requests] f64.
         """
         verified: FloatArray = self.path_probs * is_verified
         return np.bincount(self.forest.tree_of, verified).astype(np.float64)
 
 
 class RequestShifts(WeakKeyDictionary["Speculated", float]):
-    """Log-odds by request; pickled, it is empty, as another process has other requests."""
+    """Log-odds shift of each request. A pickled copy is empty, as another process has other
+    requests.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RequestShifts, ()
 
 
 class Acceptance:
-    """Model of acceptance: the draft's conditionals, calibrated over all requests and shifted for
-    each.
+    """Model of acceptance: the draft's conditional probabilities, calibrated over all requests and
+    shifted for each request.
 
-    There is one calibration per way of drawing. Log-odds are then shifted by a common amount, which
-    follows the prediction errors of all requests, and by one per request, since texts differ in how
-    predictable they are."""
+    There is one calibration per :class:`Drawing`. The log-odds of calibrated probabilities are then
+    shifted by two amounts: one follows the prediction errors of all requests, the other the
+    prediction errors of the single request, since texts differ in how predictable they are.
+    """
 
     def __init__(self) -> None:
         self.calibrations = {
             drawing: Calibration(FAVOURITE_EXPONENTS[drawing]) for drawing in Drawing
         }
-        self.overall = 0.0  # log-odds shift of all requests
+        self.overall = 0.0  # log-odds shift that applies to all requests
         self.request_shifts = RequestShifts()
 
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
-        """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""
+        """Return the predicted acceptance of all candidate nodes; ``forest`` holds one tree per
+        request.
+        """
         drawings = [request.drawing for request in requests]
-        if len(forest.depths) == len(requests):  # roots only
+        if len(forest.depths) == len(requests):  # the trees have no nodes but roots
             ones = np.ones(len(requests))
             return Prediction(
                 forest, drawings, Conditionals(ones, np.zeros(len(requests), np.int64)), ones, ones
@@ -137,14 +152,14 @@ class Acceptance:
         is_verified: BoolArray,
         accepted: IntArray,
     ) -> None:
-        """Learn from the outcome of one step, or of several steps whose predictions were joined.
+        """Update calibrations and shifts from the acceptance in one step, or in several steps whose
+        predictions were joined.
 
         Args:
-            requests: requests of the prediction, one per tree; None where the request no longer
-                exists.
+            requests: one per tree of the prediction; None if the request no longer exists.
             prediction: the prediction for these trees.
-            is_verified: [num_nodes] bool, the candidates that were verified.
-            accepted: [num_accepted] int64, accepted nodes of the forest.
+            is_verified: [num_nodes] bool, the candidate nodes that were verified.
+            accepted: [num_accepted] int64, accepted nodes as indices in the forest.
         """
         forest = prediction.forest
         calibrated = prediction.calibrated
@@ -170,20 +185,22 @@ def _bounded(shift: float) -> float:
 
 @dataclass(frozen=True)
 class Conditionals:
-    """Draft probabilities of a forest's nodes given their parents. Entries of roots are undefined."""
+    """Draft probability of each node given its parent, and the node's rank among its siblings.
+    Entries of roots are undefined.
+    """
 
     probs: FloatArray  # [num_nodes] f64 in [0, 1]; 0 under a parent of path probability 0
-    ranks: (
-        IntArray  # [num_nodes] int64, rank among the siblings; 0: the draft's most probable child
-    )
+    ranks: IntArray  # [num_nodes] int64, rank among siblings; 0: the most probable child
 
     @classmethod
     def of(cls, forest: Forest) -> Conditionals:
-        """Return the conditionals whose products are the forest's path probabilities."""
+        """Return the conditional probabilities whose products along paths are the forest's path
+        probabilities.
+        """
         above = forest.path_probs[forest.parents]
         probs = np.divide(forest.path_probs, above, out=np.zeros(len(above)), where=above > 0.0)
-        # Nodes of a tree ascend, so a stable sort by parent keeps siblings in order.
-        # Roots before their children.
+        # Stable, so siblings keep their order. The 0.5 sorts a root, which is its own parent,
+        # before its children.
         order = np.argsort(forest.parents + (forest.depths > 0) * 0.5, kind="stable")
         parents = forest.parents[order]
         is_first = np.ones(len(order), dtype=np.bool_)
@@ -192,11 +209,15 @@ class Conditionals:
 
 
 def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
-    """Return the products of conditionals along paths; 0 where the draft's path probability is 0.
-    -> [num_nodes] f64
+    """Return the products of conditional probabilities along paths; they are 0 where the draft's
+    path probability is 0.
 
     Args:
+        forest: the trees.
         conditionals: [num_nodes] f64 in [0, 1].
+
+    Returns:
+        [num_nodes] f64.
     """
     path_probs = np.where(forest.depths == 0, 1.0, conditionals)
     for depth in range(1, int(forest.depths.max()) + 1):
@@ -207,29 +228,32 @@ def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
 
 
 class Calibration:
-    """Map from draft conditionals to how often such children were accepted, given that their parent
-    was.
+    """Maps a draft's conditional probability to the rate at which such nodes were accepted when
+    their parent was.
 
     A greedy target takes a good draft's most probable child more often than the draft's probability
-    says, and a poor draft's less often. Acceptance is counted per bin of the conditional,
-    separately for favourites (first children) and other children; the prior counts as ``PRIOR``
-    observations. Conditionals stay in (0, 1], so path probabilities never rise along a path and
-    every prefix of the canonical order stays connected."""
+    says, and a poor draft's less often. Acceptance is counted per bin of the conditional
+    probability, separately for favourites (most probable children) and for other children; the
+    prior counts as ``PRIOR`` observations. Calibrated probabilities stay in (0, 1], so path
+    probabilities do not increase along a path and every prefix of the canonical order is a tree.
+    """
 
     BINS = 10
-    PRIOR = 4.0  # observations
-    MEMORY = 1000.0  # observations per bin after which the oldest fade
+    PRIOR = 4.0  # weight of the prior, in observations
+    MEMORY = 1000.0  # observations per bin after which older ones fade
 
     def __init__(self, favourite_exponent: float = 1.0) -> None:
-        """Set the prior: a favourite with conditional c is accepted with probability ``c **
-        favourite_exponent``.
+        """Set the prior: a favourite with conditional probability c is accepted with probability
+        ``c ** favourite_exponent``.
         """
         self.favourite_exponent = favourite_exponent
         self.trials = np.zeros((2, self.BINS))  # [is favourite, bin]
         self.hits = np.zeros((2, self.BINS))
 
     def __call__(self, conditionals: Conditionals) -> FloatArray:
-        """Return calibrated conditionals.  -> [num_nodes] f64"""
+        """Return, for each node, the estimated probability that it is accepted if its parent was.
+        -> [num_nodes] f64
+        """
         prior = np.where(
             conditionals.ranks == 0, conditionals.probs**self.favourite_exponent, conditionals.probs
         )
@@ -240,12 +264,12 @@ class Calibration:
         return calibrated
 
     def observe(self, conditionals: Conditionals, was_tried: BoolArray, was_hit: BoolArray) -> None:
-        """Learn from verified nodes.
+        """Count the acceptance of verified nodes.
 
         Args:
-            conditionals: the draft's probabilities of all nodes.
-            was_tried: [num_nodes] bool, the node was verified and its parent committed.
-            was_hit: [num_nodes] bool, the node was committed.
+            conditionals: the draft's conditional probabilities of all nodes.
+            was_tried: [num_nodes] bool, True if the node was verified and its parent was accepted.
+            was_hit: [num_nodes] bool, True if the node was accepted.
         """
         is_favourite, bins = self._cells(conditionals)
         cell = (is_favourite * self.BINS + bins)[was_tried]
@@ -261,18 +285,22 @@ class Calibration:
 
 
 def shifted(conditionals: FloatArray, log_odds: FloatArray) -> FloatArray:
-    """Return the conditionals shifted on the scale of log-odds; 0 and 1 stay.  -> shape as given"""
+    """Add ``log_odds`` to the log-odds of probabilities; 0 and 1 do not change. The shape stays."""
     odds = np.exp(log_odds)
     moved: FloatArray = conditionals * odds / (1.0 - conditionals + conditionals * odds)
     return moved
 
 
 def tried_and_hit(forest: Forest, accepted: IntArray) -> tuple[BoolArray, BoolArray]:
-    """Return the nodes whose parent was committed, and the nodes that were committed.  -> two
-    [num_nodes] bool
+    """Return the masks of the nodes whose parent was accepted (or is a root), and of the nodes that
+    were accepted.
 
     Args:
-        accepted: [num_accepted] int64, accepted nodes of the forest, without roots.
+        forest: the trees.
+        accepted: [num_accepted] int64, accepted nodes as indices in the forest, without roots.
+
+    Returns:
+        Two [num_nodes] bool.
     """
     was_hit = np.zeros(len(forest.depths), dtype=np.bool_)
     was_hit[accepted] = True

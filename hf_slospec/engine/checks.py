@@ -1,4 +1,6 @@
-"""Checks of what a user's policy and drafter return."""
+"""Checks of what a user's policy and drafter return in a step, and ``UserPolicy``, which calls a
+user's policy.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,24 @@ from hf_slospec.tree.tree import TokenTree
 
 
 class Checks(NamedTuple):
-    """Which results an engine checks, and against which limits."""
+    """Which results of user code an engine checks, and their limits."""
 
-    max_nodes: int = 0  # nodes of one request's tree, root not counted
-    vocab_size: int = 0  # of the target
-    has_user_policy: bool = False  # its plans and selections are checked
-    has_user_drafter: bool = False  # its trees are checked
+    max_nodes: int = 0  # maximum number of nodes of one request's tree, root excluded
+    vocab_size: int = 0  # of the target; larger token ids are refused
+    has_user_policy: bool = False  # check plans and selections
+    has_user_drafter: bool = False  # check candidate trees
 
 
 NO_CHECKS = Checks()
 
 
 class UserPolicy(Policy):
-    """Calls a user's policy in each of its forms.
+    """Calls a user's policy, which may have one of two forms.
 
-    The policy defines ``plan``, ``select`` and ``observe``, of which the last may leave out the
-    parameter ``plan``; or it is a subclass of :class:`Policy` with one generator ``step`` in their
-    place, which yields the plan and the selection, and is sent what the next method would get.
+    Either the policy defines ``plan``, ``select`` and ``observe``, where ``observe`` may leave out
+    the parameter ``plan``. Or it is a subclass of :class:`Policy` with a single generator ``step``:
+    it gets the arguments of ``plan``, yields the plan, is sent ``(candidates, plan)``, yields the
+    selection, and is sent ``(accepted, phases)``.
 
     Raises:
         InvalidTypeError: a method is missing.
@@ -95,7 +98,9 @@ class UserPolicy(Policy):
 
 
 def check_tree(source: str, request: Request, tree: TokenTree, vocab_size: int) -> None:
-    """Raise InvalidInputError, which names the source, unless a tree is valid for the request."""
+    """Raise InvalidInputError, whose message names ``source``, unless the tree is valid for the
+    request.
+    """
     if not isinstance(tree, TokenTree):
         raise InvalidInputError(
             f"{source} returned {type(tree).__name__} objects, where hf_slospec.TokenTree was expected"
@@ -123,10 +128,16 @@ def check_tree(source: str, request: Request, tree: TokenTree, vocab_size: int) 
 
 
 def check_plan(plan: Any, requests: Sequence[Request], max_nodes: int) -> Plan:
-    """Return the plan of a user's policy with lists of requests.
+    """Return the plan of a user's policy, with its collections of requests converted to lists.
+
+    Args:
+        plan: what ``policy.plan`` returned.
+        requests: the requests that were passed to it.
+        max_nodes: maximum number of nodes of one request's tree, root excluded.
 
     Raises:
-        InvalidInputError: it cannot be followed.
+        InvalidInputError: the plan has a wrong type, exceeds a limit, or names requests that it
+            must not name.
     """
     if not isinstance(plan, Plan):
         raise InvalidInputError(
@@ -166,7 +177,9 @@ def check_plan(plan: Any, requests: Sequence[Request], max_nodes: int) -> Plan:
 
 
 def check_selection(selection: Any, requests: Sequence[Request], checks: Checks) -> None:
-    """Raise InvalidInputError unless the selection of a user's policy can be verified."""
+    """Raise InvalidInputError unless a user's policy returned one valid tree per request, within
+    the node limit, with finite expectations.
+    """
     if not isinstance(selection, Selection):
         raise InvalidInputError(
             f"policy.select returned {type(selection).__name__}, where hf_slospec.Selection was expected; return "
@@ -194,10 +207,11 @@ def check_selection(selection: Any, requests: Sequence[Request], checks: Checks)
 def check_drafts(
     drafted: Any, requests: Sequence[Request], plan: Plan, vocab_size: int
 ) -> list[TokenTree]:
-    """Return the candidate trees of a user's drafter.
+    """Return the candidate trees of a user's drafter as a list.
 
     Raises:
-        InvalidInputError: they are not one valid tree per request, within the plan.
+        InvalidInputError: there is not exactly one valid tree per request, or a tree exceeds the
+            plan's depth or number of nodes.
     """
     if not isinstance(drafted, Iterable):
         raise InvalidInputError(

@@ -1,4 +1,6 @@
-"""The cost model: seconds of a step, from a profile that every measured step corrects."""
+"""``StepCosts``, the cost model: predicted seconds of a step, from a profile that every measured
+step corrects. The curves and corrections are in ``engine/latency_curves.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,45 +24,49 @@ from hf_slospec.engine.latency_curves import (
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 
-OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and its replacement
+OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # takes the old and the new cost
 
 WEIGHT = 0.1  # weight of one step in the averages over recent steps
-VARIANCE_WEIGHT = 0.02  # weight of one step in averages that describe how steps vary
-ARRIVAL_MEMORY = 100.0  # steps over which the arrival of prompts is averaged
-ARRIVAL_PRIOR = 16.0  # initial weight, in steps, of the prior that no prompts arrive
-MAX_CATCH_UP = (
-    64  # tokens per request; drafters spread more over several steps, so such a step is not typical
-)
-# A correction that stayed this far from 1 for so many steps replaces the profile
+VARIANCE_WEIGHT = 0.02  # weight of one step in averages of variances and distributions
+ARRIVAL_MEMORY = 100.0  # number of steps over which the prefill rate is averaged
+ARRIVAL_PRIOR = 16.0  # initial weight, in steps, of the prior assumption that no prompts arrive
+# Tokens per request that a drafter still has to prefill. Steps with more on average do not correct
+# the draft costs, as drafters prefill longer stretches over several steps.
+MAX_CATCH_UP = 64
+# A measured cost replaces the profiled one if the absolute logarithm of its correction has exceeded
+# FAR in PATIENCE successive steps.
 FAR = math.log(1.5)
 PATIENCE = 64
-MIN_FACTOR = 1e-3  # factor of a replaced draft cost, which must not become 0
-# Relative rounding of `step_curve`, so that equal curves recur and results for them can be cached
+MIN_FACTOR = 1e-3  # least factor by which a draft cost is scaled, since a cost must not become 0
+# Relative step of the grid to which `step_curve` rounds seconds, so that equal curves recur and
+# results for them can be cached.
 ROUNDING = 0.05
 
 
 class RecentSteps:
-    """Exponential averages over the recent steps that decoded."""
+    """Exponential averages over the recent steps that had decoding requests."""
 
     def __init__(self) -> None:
         self.tokens = 1.0  # tokens committed per request and step (acceptance length)
         self.nodes = 1.0  # nodes verified per request and step, roots included
         self.requests = 1.0  # decoding requests per step
-        self.keys = 0.0  # tokens of context per request
+        self.keys = 0.0  # cached tokens per request
         self.depth = 0.0  # planned draft levels
         self.draft_s = 0.0
         self.step_s = 0.0  # 0 before the first step
-        self.step_variance = (
-            0.25  # variance of a step's seconds over their mean; at first, that of unknown steps
-        )
-        # Probabilities of the tokens that a request commits in a step.
+        # Variance of a step's seconds divided by their mean; starts with an assumed value.
+        self.step_variance = 0.25
+        # [max_tokens + 1] f64, probability that a step commits 0, 1, ... tokens of a request.
         self.committed = np.eye(1, 2, 1)[0]
-        self.num_steps = 1  # that decoded, and one for what is assumed at first
-        self._prefilled = self._elapsed_s = 0.0  # tokens and seconds of recent steps
+        self.num_steps = 1  # steps that decoded; starts at 1, as the initial values count as a step
+        self._prefilled = self._elapsed_s = 0.0  # fading sums of prefill tokens and of step seconds
 
     def observe(self, step: StepEvent) -> None:
-        """Add one step to the averages; averages per request leave out steps that only prefill."""
-        if self.step_s:  # prompts before the first decoding step do not tell how many arrive later
+        """Add one step to the averages. Steps that only prefill change nothing but the prefill
+        rate.
+        """
+        # Prompts before the first decode step do not tell how many arrive later.
+        if self.step_s:
             self._prefilled += step.prefill_tokens
             self._elapsed_s += step.phases.total_s
         if not (number := step.num_decoding):
@@ -93,27 +99,30 @@ class RecentSteps:
 
     @property
     def prefill_rate(self) -> float:
-        """Return the prompt tokens per second that arrive, which the draft has to prefill as well.
+        """Return the prompt tokens that arrive per second, which the draft model has to prefill as
+        well.
 
-        Requests arrive whether steps are fast or slow, so they are counted by time and not by
-        committed tokens."""
+        The rate is per second and not per committed token, since requests arrive at the same rate
+        whether steps are fast or slow.
+        """
         return self._prefilled / self._elapsed_s if self._elapsed_s else 0.0
 
     @property
     def acceptance(self) -> float:
-        """Return the acceptance rate a at which infinitely long chains commit as much: 1 / (1 - a)
-        tokens per step.
+        """Return the acceptance rate a at which infinitely long chains commit as many tokens per
+        step: 1 / (1 - a).
         """
         return 1.0 - 1.0 / max(self.tokens, 1.0)
 
 
 class StepCosts:
-    """Seconds of a step's parts: draft levels, then one verify forward with everything else a step
-    does.
+    """Predicts the seconds of a step: of its draft levels, and of one verification forward with
+    everything else in the step.
 
-    The costs come from a profile. The engine passes every step to :meth:`observe`, which corrects
-    them; policies and schedulers read them. Once corrections have stayed far from 1, as after
-    profiling on a busy machine, measured costs replace the profile."""
+    Predictions start from a profile. The engine passes every step to :meth:`observe`, which
+    corrects them; policies and schedulers read them. If corrections stay far from 1, as after
+    profiling on a busy machine, measured costs replace the profile.
+    """
 
     def __init__(
         self,
@@ -124,8 +133,10 @@ class StepCosts:
         """Start from profiled costs.
 
         Args:
-            verify, draft_level: the costs.
-            on_replaced: called when a measured cost replaces a profiled one.
+            verify: cost of a verification forward and everything else but drafting.
+            draft_level: cost of one draft level.
+            on_replaced: called with the old and the new cost if a measured cost replaces a profiled
+                one.
         """
         self.verify = verify
         self.draft_level = draft_level
@@ -134,13 +145,13 @@ class StepCosts:
         self.first_tokens = FirstTokens()
         self._verify_correction = SizeCorrection()
         self._draft_correction = DraftCorrection()
-        self._step_curves = dict[int, LatencyCurve]()  # by max_tokens, until the next step
-        # Observations in a row with a correction far from 1.
+        self._step_curves = dict[int, LatencyCurve]()  # keyed by max_tokens; cleared by observe()
+        # Number of successive observations with a correction far from 1.
         self._num_far = {"verify": 0, "draft": 0}
 
     def for_own_engine(self) -> StepCosts:
         """Return a copy with separate averages over recent steps, for one of several engines on the
-        same models.
+        same models. Corrections stay shared.
         """
         costs = copy.copy(self)
         costs.recent = RecentSteps()
@@ -149,12 +160,12 @@ class StepCosts:
         return costs
 
     def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> Seconds:
-        """Return the seconds of everything in a step but drafting.
+        """Return the seconds of a step, drafting excluded.
 
         Args:
-            num_tokens: tokens of the forward: nodes verified, roots included, and prefill tokens.
-            num_requests: decoding requests.
-            num_keys: sum of their cached tokens.
+            num_tokens: tokens of the forward: verified nodes, roots included, and prefill tokens.
+            num_requests: number of decoding requests.
+            num_keys: cached tokens of these requests together.
         """
         return self.verify(num_tokens, num_requests, num_keys) * self._verify_correction(num_tokens)
 
@@ -167,14 +178,20 @@ class StepCosts:
         num_catch_up: Count | None = None,
         level_share: float = 1.0,
     ) -> Seconds:
-        """Return the seconds of drafting; counts, depths and widths may be arrays that broadcast.
+        """Return the seconds of drafting. Numbers of requests, tokens, levels and nodes may be
+        arrays that broadcast.
 
-        The first level forwards the committed tokens that the draft has not processed yet, each
-        further level a beam of every request.
+        The first level forwards the committed tokens that the draft model has not processed yet;
+        each further level forwards a beam of every request.
 
         Args:
+            num_requests: number of requests that are drafted for.
+            depth: number of draft levels.
+            width: nodes per request and level.
+            num_keys: cached tokens of these requests together.
             num_catch_up: tokens of the first level; None: as many as recent steps committed.
-            level_share: mean share of the requests that levels after the first draft for.
+            level_share: share of the requests that levels after the first draft for, averaged over
+                levels.
         """
         catch_up = num_requests * self.recent.tokens if num_catch_up is None else num_catch_up
         sizes = num_requests, depth, width, num_keys, catch_up
@@ -199,8 +216,8 @@ class StepCosts:
     def shape_s(
         self, requests: Sequence[Request], depth: Count, width: Count, num_tokens: Count
     ) -> Seconds:
-        """Return the seconds of a step that drafts such a shape for all requests and verifies so
-        many tokens.
+        """Return the seconds of a step that drafts ``depth`` levels of ``width`` nodes for all
+        requests and verifies ``num_tokens`` tokens.
         """
         num_keys = sum(len(request.tokens) for request in requests)
         draft_s = self.draft_s(len(requests), depth, width, num_keys)
@@ -216,21 +233,21 @@ class StepCosts:
         verify_s: FloatArray,
         prompt_len: float,
     ) -> Seconds:
-        """Return the mean seconds of drafting in steps that commit ``num_committed`` tokens, while
-        prompts arrive.
+        """Return the mean seconds of drafting per step while prompts keep arriving.
 
-        The draft processes a prompt as a whole, in the first step in which it drafts for the
+        The draft model processes a prompt as a whole, in the first step in which it drafts for the
         request.
 
         Args:
-            num_committed: tokens of all requests.
-            verify_s: seconds of everything else in such steps.
-            prompt_len: mean tokens of a prompt.
+            num_requests, depth, width, num_keys: see :meth:`draft_s`.
+            num_committed: tokens that a step commits for all requests together.
+            verify_s: seconds of everything else in such a step.
+            prompt_len: mean number of prompt tokens.
         """
         without_s = self.draft_s(num_requests, depth, width, num_keys, num_committed)
         if not (rate := self.recent.prefill_rate):
             return without_s
-        arriving = rate * (without_s + verify_s) / prompt_len  # prompts per step
+        arriving = rate * (without_s + verify_s) / prompt_len  # number of prompts per step
         num_catch_up = num_committed + np.maximum(arriving, 1.0) * prompt_len
         with_s = self.draft_s(num_requests, depth, width, num_keys, num_catch_up)
         return without_s + np.minimum(arriving, 1.0) * (with_s - without_s)
@@ -241,7 +258,7 @@ class StepCosts:
         return self._draft_correction.factor * level_s
 
     def level_parts_s(self, num_requests: int, width: int, num_keys: int) -> tuple[float, float]:
-        """Return the seconds of one more draft level in two parts: fixed, and per request."""
+        """Split the seconds of one more draft level into a fixed part and a part per request."""
         whole_s, half_s = (
             self.level_s(share * num_requests, width, share * num_keys) for share in (1.0, 0.5)
         )
@@ -249,8 +266,8 @@ class StepCosts:
         return whole_s - num_requests * request_s, request_s
 
     def step_s(self, num_decoding: Count, num_prefill_tokens: Count = 0) -> Seconds:
-        """Return the seconds of a step whose requests draft and verify as much as they did
-        recently.
+        """Return the seconds of a step in which every request drafts and verifies as much as in
+        recent steps.
         """
         num_tokens = num_decoding * self.recent.nodes + num_prefill_tokens
         num_requests = num_decoding + (num_decoding == 0)
@@ -258,8 +275,10 @@ class StepCosts:
         return self.verify_s(num_tokens, num_requests, num_decoding * self.recent.keys) + draft_s
 
     def step_curve(self, max_tokens: int) -> LatencyCurve:
-        """Return the seconds of steps by tokens, drafting excluded, at the recent number of
-        requests and keys; the same until a step is observed.
+        """Return the seconds of a step, drafting excluded, as a curve in its number of tokens.
+
+        The numbers of requests and of cached tokens are the averages of recent steps. The same
+        object is returned until the next step is observed.
         """
         if max_tokens not in self._step_curves:
             powers = (2**power for power in range(max_tokens.bit_length()))
@@ -273,7 +292,7 @@ class StepCosts:
         return self._step_curves[max_tokens]
 
     def predicted(self, step: StepEvent) -> PhaseTimes:
-        """Return the predicted seconds of a step of this size, everything but drafting as
+        """Return the predicted seconds of a step of this size. Everything but drafting is in
         ``verify_s``.
         """
         verify_s = self.verify_s(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
@@ -281,10 +300,10 @@ class StepCosts:
         return PhaseTimes(draft_s=draft_s, verify_s=verify_s)
 
     def follow(self, path: str) -> None:
-        """Drop the correction of forwards if they are computed in another way now; the next step
-        sets it anew.
+        """Drop the correction of verification forwards if they are computed on another path now
+        (see ``Target.path``); the next steps learn it anew.
 
-        All copies for engines on the same models follow.
+        This applies to all copies for engines on the same models.
         """
         correction = self._verify_correction
         if correction.path and correction.path != path:
@@ -293,8 +312,12 @@ class StepCosts:
         correction.path = path
 
     def observe(self, step: StepEvent, is_typical: bool = True) -> None:
-        """Learn from a step of the engine; an untypical one says nothing about the time of later
-        ones.
+        """Update averages and corrections from a step of the engine.
+
+        Args:
+            step: the step.
+            is_typical: False if the step had one-off costs, so that its times must not change
+                corrections.
         """
         self._step_curves.clear()
         self.recent.observe(step)
@@ -321,7 +344,8 @@ class StepCosts:
                 math.log(max(factor, MIN_FACTOR))
                 for factor in (self._draft_correction.factor, ratio)
             )
-            # The profile does not contain constant costs of drafting.
+            # The profile lacks the constant part of draft costs, so the factor alone and the ratio
+            # with the constant may both differ from 1; only if both are far is the profile wrong.
             self._replace_wrong("draft", min(logs, key=abs))
 
     def _replace_wrong(self, which: Literal["verify", "draft"], log_factor: float) -> None:
@@ -347,7 +371,7 @@ class StepCosts:
 
 
 def _draft_sizes(step: StepEvent) -> tuple[int, int, int, int, int, float]:
-    """Return the arguments of :meth:`StepCosts.draft_s` for a step."""
+    """Return the positional arguments of :meth:`StepCosts.draft_s` for a step."""
     return (
         step.num_drafted_for,
         step.draft_levels,
@@ -359,15 +383,19 @@ def _draft_sizes(step: StepEvent) -> tuple[int, int, int, int, int, float]:
 
 
 def level_share(candidates: Sequence[TokenTree], num_drafted_for: int) -> float:
-    """Return the mean share of the requests drafted for that levels after the first draft for; 1
-    without such.
+    """Return the share of the requests that draft levels after the first drafted for, averaged over
+    levels; 1 if no tree has a second level.
+
+    Args:
+        candidates: candidate trees of a step.
+        num_drafted_for: number of requests that were passed to the drafter.
     """
     levels = [tree.max_depth - 1 for tree in candidates if tree.max_depth > 1]
     return sum(levels) / (num_drafted_for * max(levels)) if levels else 1.0
 
 
 def rounded(value: float) -> float:
-    """Return the value rounded to a grid of steps of 5 %; 0 and inf stay."""
+    """Return a value rounded to a geometric grid with steps of about 5 %; 0 and inf stay."""
     return (
         math.exp(round(math.log(value) / ROUNDING) * ROUNDING) if 0.0 < value < math.inf else value
     )

@@ -1,4 +1,4 @@
-"""Records of steps, for metrics, plots, traces and the cost model."""
+"""Records of engine steps, for metrics, plots, traces and the cost model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds by phase of one step, or summed over several."""
+    """Seconds of each phase of one step, or summed over several steps."""
 
     draft_s: float = 0.0  # the drafter's forwards
     select_s: float = 0.0  # planning and selection
@@ -20,7 +20,6 @@ class PhaseTimes:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all phases."""
         return self.draft_s + self.select_s + self.verify_s + self.host_s
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
@@ -33,73 +32,77 @@ class PhaseTimes:
 
 
 class Commit(NamedTuple):
-    """Tokens that one step committed for a request. Accepted draft tokens come first, then the
-    bonus token.
+    """Tokens that one step committed for a request: the accepted draft tokens, then the bonus
+    token.
     """
 
-    num_emitted: int  # new tokens of the request so far, those of the step included
-    at_s: float  # on the engine's clock
+    num_emitted: int  # new tokens of the request so far, this step's tokens included
+    at_s: float  # time on the engine's clock
     num_nodes: int  # nodes verified in the step, root included
     num_accepted: int  # accepted draft tokens of the step
 
 
 @dataclass(frozen=True)
 class RequestStep:
-    """One request's part in a step."""
+    """Record of what one step did for one request."""
 
-    index: int  # the request's index
+    index: int  # Request.index
     nodes: int  # nodes verified, root included
-    committed: int  # tokens
-    expected: float  # tokens that the policy expected
+    committed: int  # tokens committed
+    expected: float  # committed tokens that the policy predicted
     tpot_slo_s: float | None  # TPOT SLO of the request's stage; None: no SLO
-    elapsed_s: float  # since the stage began
-    emitted: int  # tokens since the stage began
+    elapsed_s: float  # seconds since the stage began
+    emitted: int  # tokens emitted since the stage began
 
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step of the engine. Times are seconds of the engine's monotonic clock."""
+    """Record of one step of the engine. Times are in seconds on the engine's monotonic clock."""
 
     begun_s: float
-    num_decoding: int  # decoding requests
-    depth: int  # draft levels planned; 0: no speculation
-    width: int  # planned beam width per request
+    num_decoding: int  # number of decoding requests
+    depth: int  # planned draft levels; 0: no speculation
+    width: int  # planned nodes per request and level
     phases: PhaseTimes
-    predicted_s: float  # seconds that the policy expected; 0: it made no prediction
-    # Requests that chose tokens: decoding ones, then those that finished prefill.
+    predicted_s: float  # seconds of the step that the policy predicted; 0: no prediction
+    # Requests that chose tokens: decoding requests, then requests that finished their prefill.
     requests: tuple[RequestStep, ...]
-    prefill_tokens: int = 0  # in the same forward
-    num_keys: int = 0  # cached tokens of the decoding requests
-    num_drafted_for: int = 0  # requests passed to the drafter
-    num_catch_up: int = 0  # their committed tokens that were new to the drafter
+    prefill_tokens: int = 0  # prefill tokens in the verification forward
+    num_keys: int = 0  # tokens of all decoding requests together
+    num_drafted_for: int = 0  # number of requests passed to the drafter
+    num_catch_up: int = 0  # committed tokens of these requests that were new to the drafter
     draft_levels: int = 0  # depth of the deepest candidate tree
-    level_share: float = (
-        1.0  # mean share of the requests drafted for that levels after the first draft for
-    )
+    # Share of the requests passed to the drafter that a level was drafted for, averaged over the
+    # levels after the first.
+    level_share: float = 1.0
 
     @property
     def is_prefill(self) -> bool:
-        """Return whether the step decoded nothing."""
+        """Return whether the step had no decoding requests."""
         return self.num_decoding == 0
 
     @property
     def decoding(self) -> tuple[RequestStep, ...]:
-        """Requests that decoded; the others finished their prefill."""
+        """Entries of the decoding requests; the remaining requests finished their prefill."""
         return self.requests[: self.num_decoding]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the target's forward: nodes of decoding requests, and prefill tokens."""
+        """Number of tokens in the verification forward: nodes of decoding requests, and prefill
+        tokens.
+        """
         return sum(request.nodes for request in self.decoding) + self.prefill_tokens
 
     @property
     def committed(self) -> int:
-        """Tokens committed, over all requests."""
+        """Number of tokens committed for all requests together."""
         return sum(request.committed for request in self.requests)
 
     @property
     def nodes(self) -> int:
-        """Nodes verified over all requests, roots included, as the token budget counts them."""
+        """Number of nodes verified for all requests together, roots included, as the token budget
+        counts them.
+        """
         return sum(request.nodes for request in self.requests)
 
 
@@ -107,7 +110,7 @@ PHASES = ("draft", "select", "verify", "host")
 
 
 def write_chrome_trace(steps: Iterable[StepEvent], path: Path | str) -> None:
-    """Write steps into a JSON file for a trace viewer.
+    """Write steps to a JSON file in the Chrome trace format.
 
     Args:
         steps: ``output.steps`` of one or several calls.
@@ -127,7 +130,7 @@ def _events(steps: Iterable[StepEvent]) -> Iterable[dict[str, Any]]:
             "width": step.width,
             "predicted_ms": step.predicted_s * 1e3,
         }
-        # select_s also contains planning, which happens before drafting but is shown after it.
+        # select_s includes planning, which happens before drafting but is shown after it.
         for phase in PHASES:
             duration_s = getattr(step.phases, f"{phase}_s")
             name = "prefill" if step.is_prefill and phase == "verify" else phase

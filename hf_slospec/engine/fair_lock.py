@@ -1,4 +1,6 @@
-"""First-come, first-served lock for threads that run the same models step by step."""
+"""``FairLock``, a first-come, first-served lock for threads that run the same models step by
+step.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,19 @@ from hf_slospec.forks import reset_lock_in_children
 
 
 class FairLock:
-    """Reentrant lock that threads acquire in the order of their requests, so that no thread
-    starves.
+    """Reentrant lock that threads acquire in the order in which they asked for it, so that no
+    thread starves.
 
-    In a forked child process it is free, unless the thread that forked holds it.
+    In a forked child process the lock is free, unless the forking thread holds it.
     """
 
     def __init__(self, on_idle: Callable[[], None] = lambda: None):
-        """Create a free lock; ``on_idle`` is called by a thread that will not compute for a while."""
+        """Create a free lock.
+
+        Args:
+            on_idle: called in a thread that will not compute for a while, for example because it
+                passes the lock to another thread.
+        """
         self._on_idle = on_idle
         self._owner: int | None = None
         self._depth = 0
@@ -27,7 +34,7 @@ class FairLock:
         reset_lock_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Drop all threads that hold or await the lock but the current one."""
+        """Remove all threads but the current one as holders and waiters."""
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         if self._owner != threading.get_ident():
@@ -46,7 +53,7 @@ class FairLock:
             self._waiting.append(ticket)
         try:
             ticket.acquire()  # blocks until _hand_on releases it
-        except BaseException:  # interrupted, perhaps after this thread was made the owner
+        except BaseException:  # interrupted, perhaps after the lock was passed to this thread
             with self._guard:
                 if ticket in self._waiting:
                     self._waiting.remove(ticket)
@@ -58,8 +65,8 @@ class FairLock:
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """Let all threads take the lock inside this context; the calling thread holds it before and
-        after.
+        """Release the lock within this context, however often the calling thread holds it, and
+        acquire it again at the end.
         """
         depth = self._depth
         interrupt: BaseException | None = None
@@ -81,8 +88,8 @@ class FairLock:
                 raise interrupt
 
     def rest(self) -> None:
-        """Announce that the calling thread, which does not hold the lock, will not compute for a
-        while.
+        """Run ``on_idle``, since the calling thread, which does not hold the lock, will not compute
+        for a while.
         """
         self._on_idle()
 
@@ -100,7 +107,9 @@ class FairLock:
                 self._hand_on()
 
     def _hand_on(self) -> None:
-        """Pass the lock to the thread that waits longest, without freeing it for others in between."""
+        """Pass the lock to the thread that has waited longest; it is not free in between, so no
+        other thread can take it.
+        """
         if self._waiting:
             self._owner = -1
             self._waiting.popleft().release()

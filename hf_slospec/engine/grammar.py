@@ -1,5 +1,5 @@
-"""Drafts of requests whose output follows a grammar: only tokens that it allows, and those that it
-expects.
+"""Draft trees of requests whose output follows a grammar: removes tokens that it forbids and adds
+tokens that it expects. The JSON grammar is in ``generate/grammars.py``.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from hf_slospec.request.request import Request
 from hf_slospec.tree.merge import merge_trees
 from hf_slospec.tree.tree import ROOT, TokenTree
 
-MAX_GROWN = (
-    3  # nodes of a candidate tree, the most probable ones, that get the tokens expected after them
-)
-# Probability of expected tokens together, as a share of what the drafter's other proposals leave
+MAX_GROWN = 3  # number of a tree's most probable nodes after which expected tokens are added
+# Probability of all expected tokens after a node together, as a share of the probability that the
+# drafter's own proposals there leave over.
 EXPECTED = 0.95
 
 
 def followed(trees: dict[Request, TokenTree], plan: Plan) -> dict[Request, TokenTree]:
-    """Return candidate trees without what the requests' grammars forbid, and with the tokens that
-    they expect.
+    """Remove tokens that the requests' grammars forbid from candidate trees, and add the tokens
+    that the grammars expect.
 
-    Requests without a grammar keep their trees. The others' have no more levels and nodes than the
-    plan allows."""
+    Trees of requests without a grammar stay as they are; changed trees stay within the plan's
+    limits of levels and nodes.
+    """
     grammars = {
         request: request.params.grammar for request in trees if request.params.grammar is not None
     }
@@ -41,12 +41,13 @@ def followed(trees: dict[Request, TokenTree], plan: Plan) -> dict[Request, Token
 
 
 def _grown(tree: TokenTree, output: Sequence[int], grammar: Grammar, max_depth: int) -> TokenTree:
-    """Return the allowed part of a tree, with expected tokens; two nodes may have the same path.
+    """Return a tree's allowed nodes, and new nodes for the expected tokens; two nodes may have the
+    same path of tokens.
 
     Args:
-        tree: its root is the last token of ``output``.
+        tree: candidate tree whose root is the last token of ``output``.
         output: the request's new tokens.
-        grammar: that of the request.
+        grammar: the request's grammar.
         max_depth: maximum depth of expected tokens.
     """
     below = [list[int]() for _ in range(tree.num_nodes)]
@@ -55,10 +56,10 @@ def _grown(tree: TokenTree, output: Sequence[int], grammar: Grammar, max_depth: 
     is_grown = set(np.argsort(-tree.path_probs, kind="stable")[:MAX_GROWN].tolist())
     tokens = tree.tokens.tolist()
     probs = tree.path_probs.tolist()
-    grown = list[
-        tuple[int, int, int, float]
-    ]()  # token, parent, depth and path probability of each node
-    # Nodes depth first, with their parent in ``grown``, depth and output.
+    # Per node of the new tree: token, parent, depth and path probability.
+    grown = list[tuple[int, int, int, float]]()
+    # Nodes to visit, depth first: node of the old tree, its parent in the new tree, its depth, and
+    # the output up to and including it.
     visits = [(ROOT, -1, 0, list(output))]
     while visits:
         node, parent, depth, path = visits.pop()

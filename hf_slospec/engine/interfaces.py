@@ -1,4 +1,6 @@
-"""Interfaces between the engine and its target, drafter, policy and scheduler."""
+"""Interfaces between the engine and its target, drafter, policy and scheduler, and the data that
+they exchange in a step.
+"""
 
 from __future__ import annotations
 
@@ -13,73 +15,72 @@ from hf_slospec.tree.tree import BoolArray, FloatArray, IntArray, TokenTree
 
 # Node of the verified tree -> the token that plain decoding would choose after it.
 Chooser = Callable[[int], int]
-Clock = Callable[[], float]  # monotonic seconds
+Clock = Callable[[], float]  # returns monotonic seconds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The shape of one step's drafting.
+    """Drafting plan of one step: depth, width, requests, and rules to stop early.
 
-    Drafters that draft level by level stop for single requests where these limits say so, or, where
-    requests cannot leave a batch, once they say so for all. The gain of a request is the sum by
-    which the last level's path probabilities, times the request's weight, exceed ``min_path_prob``.
-    Without ``min_gain`` and ``min_request_gain``, gains are no limit.
+    Drafters that draft level by level stop early for each request that meets one of these rules or,
+    if requests cannot leave a draft batch, once all requests have met one. The gain of a request is
+    the sum, over the nodes of the last drafted level, of what the path probability times the
+    request's weight exceeds ``min_path_prob`` by. With ``min_gain`` and ``min_request_gain`` 0,
+    gains do not stop drafting.
 
-    ``goes_on`` gets the path probabilities of each drafted level but the last planned one,
-    [num_rows, beam] f64, and the indices of the rows' requests among those that are drafted for,
-    [num_rows] int64. It returns the rows to draft the next level for, [num_rows] bool. Drafters
-    that do not draft level by level need not ask it; where requests cannot leave a batch, rows that
-    it has ended may come again."""
+    ``goes_on`` is a rule of the policy. It is called after each level but the last planned one,
+    with the level's path probabilities, [num_rows, beam] f64, and the indices of the rows' requests
+    among the requests that are drafted for, [num_rows] int64. It returns the rows for which the
+    next level is drafted, [num_rows] bool. Drafters that do not draft level by level need not call
+    it; if requests cannot leave a draft batch, it may be called again with rows that it has ended.
+    """
 
-    depth: int  # draft levels; 0 decodes plainly
-    width: int  # beam width per request
-    min_path_prob: float = (
-        0.0  # a node of lower path probability is not worth its share of the verify step
-    )
-    min_gain: float = (
-        0.0  # stop once the gains of all, each less min_request_gain, sum up to less than this
-    )
-    min_confidence: float = (
-        0.0  # stop for a request once each path holds a token that is less probable than this
-    )
-    goes_on: Callable[[FloatArray, IntArray], BoolArray] | None = (
-        None  # see above; None: no such rule
-    )
+    depth: int  # levels to draft; 0: plain decoding
+    width: int  # nodes per request and level (beam width)
+    # A node of lower path probability is not worth the time of verifying it.
+    min_path_prob: float = 0.0
+    # Stop once the sum over all requests of (gain - min_request_gain) is less than this.
+    min_gain: float = 0.0
+    # Stop for a request once every path has a token whose probability is less than this.
+    min_confidence: float = 0.0
+    goes_on: Callable[[FloatArray, IntArray], BoolArray] | None = None  # None: no such rule
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
-    depths: Mapping[Request, int] | None = None  # levels of single requests, at most
-    decoding: Sequence[Request] | None = (
-        None  # requests that take part, the others sit the step out; None: all
-    )
-    min_request_gain: float = 0.0  # stop for a request once its gain is no larger than this
-    weights: Mapping[Request, float] | None = (
-        None  # factors on path probabilities in gains; others: 1
-    )
+    # Maximum levels of single requests, at most `depth`; a request without entry has `depth`.
+    depths: Mapping[Request, int] | None = None
+    # Requests that take part in this step; the engine skips all other ones. None: all take part.
+    decoding: Sequence[Request] | None = None
+    min_request_gain: float = 0.0  # stop for a request once its gain is not larger than this
+    # Factors on path probabilities in gains; a request without entry has 1.
+    weights: Mapping[Request, float] | None = None
 
     def levels_of(self, request: Request) -> int:
-        """Return the number of levels to draft for a request, at most."""
+        """Return the maximum number of levels to draft for a request."""
         return self.depth if self.depths is None else self.depths.get(request, self.depth)
 
     def weight_of(self, request: Request) -> float:
-        """Return the factor on the path probabilities of a request's nodes in its gain."""
+        """Return the factor on the path probabilities of a request's nodes when its gain is
+        computed.
+        """
         return 1.0 if self.weights is None else self.weights.get(request, 1.0)
 
 
-# Tokens per chunk of a prompt whose logits are read, each of which costs as much as a verified node
+# Tokens per prefill chunk of a prompt whose log probabilities were requested. Small, as each token
+# needs logits and so costs as much as a verified node.
 READ_CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of one request's uncached tokens that a step prefills."""
+    """Consecutive uncached tokens of one request that a step prefills."""
 
     request: Request
     num_tokens: int
-    is_last: bool  # the chunk ends with the root, so the next token is chosen in this step
+    is_last: bool  # the chunk ends the request's tokens, so this step chooses the next token
 
     @classmethod
     def of(cls, request: Request, limit: int) -> Chunk:
-        """Return at most ``limit`` of the request's uncached tokens; all if its prompt must be
-        prefilled whole.
+        """Return the request's next prefill chunk: at most ``limit`` tokens, or the whole prompt if
+        it cannot be split.
         """
         if request.params.prefill is not None and not request.kv.num_cached:
             limit = request.num_uncached
@@ -90,68 +91,70 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The requests of one step."""
+    """The requests that decode in one step, and the chunks of other requests that it prefills."""
 
     decoding: Sequence[Request]
-    chunks: Sequence[Chunk] = ()  # prefill of other requests
+    chunks: Sequence[Chunk] = ()  # prefill chunks of other requests
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prefill tokens of all chunks."""
+        """Number of prefill tokens in all chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def num_keys(self) -> int:
-        """Sum of the tokens of the decoding requests."""
+        """Number of tokens of all decoding requests together, to which their nodes attend."""
         return sum(len(request.tokens) for request in self.decoding)
 
     @property
     def finishing_prefill(self) -> list[Request]:
-        """Requests whose prefill ends in this step, so their next token is chosen."""
+        """Requests whose prefill ends in this step, so that the step chooses their next token."""
         return [chunk.request for chunk in self.chunks if chunk.is_last]
 
     @property
     def partial_chunks(self) -> list[Chunk]:
-        """Chunks whose requests have more to prefill."""
+        """Chunks after which their request has more tokens to prefill."""
         return [chunk for chunk in self.chunks if not chunk.is_last]
 
     @property
     def choosing(self) -> list[Request]:
-        """Requests that choose tokens in this step: the decoding ones first."""
+        """Requests for which this step chooses tokens: the decoding requests, then those whose
+        prefill ends.
+        """
         return [*self.decoding, *self.finishing_prefill]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The draft trees of a step, and the policy's predictions."""
+    """The draft trees to verify in a step, and the policy's predictions."""
 
     trees: Sequence[TokenTree]
-    expected: Sequence[float]  # expected committed tokens per request
+    expected: Sequence[float]  # expected number of committed tokens, per request
     step_s: float = 0.0  # predicted seconds of the step, drafting included; 0: no prediction
 
     @classmethod
     def of_roots(cls, trees: Sequence[TokenTree]) -> Selection:
-        """Return a selection for plain decoding: one token per request."""
+        """Return a selection for plain decoding, which commits one token per request."""
         return cls(trees, [1.0] * len(trees))
 
     def with_roots(self, requests: Sequence[Request]) -> Selection:
-        """Return this selection with plain decoding of further requests."""
+        """Return this selection with further requests appended that decode plainly."""
         roots = [TokenTree.root_only(request.tokens[-1]) for request in requests]
         return Selection([*self.trees, *roots], [*self.expected, *[1.0] * len(roots)], self.step_s)
 
 
 class Target(ABC):
-    """The target model; the methods that are not abstract do nothing by default."""
+    """The target model. Methods that are not abstract do nothing by default."""
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Forwards so far with one-off costs, such as the capture of a CUDA graph."""
+        """Number of forwards so far that had one-off costs, such as the capture of a CUDA graph."""
         return 0
 
     @property
     def path(self) -> str:
-        """Name of the way in which forwards are computed now; times of one say nothing about
-        another.
+        """Name of the implementation that computes forwards at present. Times measured on one path
+        do not predict times on another.
         """
         return ""
 
@@ -159,18 +162,23 @@ class Target(ABC):
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
-        """Forward every request's uncached tokens and its draft tree, and some chunks.  -> one
-        chooser per request.
+        """Run the verification forward: every request's uncached tokens and its draft tree, and
+        prefill chunks of other requests.
 
-        The ``prompt_reader`` of a request gets the logits of the prompt's positions. A chooser
-        reads the request's ``tokens`` when it is called, so that processors see the accepted path.
+        A request's ``prompt_reader`` gets the logits of its prompt's positions.
 
         Args:
-            chunks: prefill of other requests, not up to the ends of their prompts; :meth:`commit`
-                keeps its K/V.
+            requests: requests that choose tokens in this step.
+            trees: one draft tree per request.
+            chunks: chunks after which their request has more tokens to prefill; :meth:`commit`
+                keeps their K/V.
+
+        Returns:
+            One chooser per request. A chooser reads the request's ``tokens`` when it is called, so
+            that logits processors see the accepted path.
 
         Raises:
-            MemoryError: memory does not suffice for the step; nothing has changed.
+            MemoryError: memory does not suffice for the step; no state has changed.
         """
 
     @abstractmethod
@@ -180,7 +188,13 @@ class Target(ABC):
         accepted: Sequence[Sequence[int]],
         chunks: Sequence[Chunk] = (),
     ) -> None:
-        """Keep the K/V of committed tokens and of chunks, and drop that of rejected nodes.
+        """Keep the K/V of committed tokens and of prefill chunks, and drop the K/V of rejected
+        nodes.
+
+        Args:
+            requests: requests that chose tokens.
+            accepted: accepted nodes of each request.
+            chunks: the chunks that were passed to :meth:`verify`.
 
         Raises:
             MemoryError: memory does not suffice; every request has the K/V that it had before the
@@ -189,79 +203,85 @@ class Target(ABC):
 
     @abstractmethod
     def release(self, request: Request) -> None:
-        """Release the K/V of a finished, cancelled or preempted request, for reuse or for good;
-        ignore unknown ones.
+        """Free the K/V of a finished, cancelled or preempted request, or keep it for reuse. Unknown
+        requests are ignored.
         """
 
     def reuse(self, request: Request) -> int:
-        """Give a request without K/V the K/V of the longest common prefix with a kept or running
-        request, if any.
+        """Let a request without K/V use the cached K/V of the longest common prefix with a running
+        or finished request, if there is any.
 
         Returns:
-            The number of the request's tokens whose K/V is cached now; never all.
+            The number of the request's tokens whose K/V is now cached; never all of them.
         """
         return request.kv.num_cached
 
     def num_reusable(self, request: Request) -> int:
-        """Return the number of tokens whose K/V ``reuse`` would give now; 0 for a request that has
-        K/V.
+        """Return the number of tokens whose K/V :meth:`reuse` would provide now; 0 for a request
+        that has K/V.
         """
         return 0
 
     @property
     def num_kept(self) -> int:
-        """Tokens of finished requests whose K/V is kept for reuse."""
+        """Number of tokens of finished requests whose K/V is kept for reuse."""
         return 0
 
     def close(self) -> None:
-        """Release all K/V."""
+        """Free all K/V; called when the engine that uses the target ends."""
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise AssertionError unless exactly these requests hold K/V and the rest is free."""
+        """Raise AssertionError unless exactly these requests hold K/V and all other slots are
+        free.
+        """
 
 
 class Scheduler(Protocol):
-    """Holds the unfinished requests and picks those of each step."""
+    """Holds the unfinished requests and chooses the requests of each step."""
 
-    running: list[Request]  # requests that may hold K/V
+    running: list[Request]  # admitted requests, which may hold K/V
 
     def enter(self, now_s: float) -> Sequence[Request]:
-        """Give slots to waiting requests before a step; return the requests that are preempted."""
+        """Give K/V slots to waiting requests before a step, and return the requests that were
+        preempted for them.
+        """
 
     def schedule(self, now_s: float) -> Schedule:
-        """Return which requests decode and which prompts are prefilled in the step that begins now."""
+        """Return the requests that decode and the chunks that are prefilled in the step that begins
+        now.
+        """
 
     def observe(self, step: StepEvent) -> None:
-        """Learn from what a step did."""
+        """Update estimates from a finished step."""
 
     def remove(self, request: Request) -> None:
-        """Remove a request that has finished."""
+        """Remove a finished request."""
 
 
 class Drafter(ABC):
     """Proposes candidate trees: an assistant model, prompt lookup, or a user's object
     (``drafter=``).
 
-    The output is always what the target would have written; good proposals make it faster. Several
-    threads may call one drafter at the same time. The methods that are not abstract do nothing by
-    default. A user's drafter need not inherit from this class; it may define only the methods that
-    it needs."""
+    Proposals never change the output, only the speed. Several threads may call one drafter at the
+    same time. Methods that are not abstract do nothing by default. A user's drafter need not
+    inherit from this class, and may define only the methods that it needs.
+    """
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that the drafter reads, numbered as in the model's
+        """Indices of the target's hidden states that the drafter reads, numbered as in
         ``output_hidden_states``.
         """
         return ()
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Forwards so far with one-off costs, such as the capture of a CUDA graph."""
+        """Number of forwards so far that had one-off costs, such as the capture of a CUDA graph."""
         return 0
 
     @property
     def num_feature_bytes(self) -> int:
-        """Bytes of features that are not processed yet."""
+        """Bytes of hidden states that the drafter has received and not processed yet."""
         return 0
 
     @abstractmethod
@@ -269,72 +289,79 @@ class Drafter(ABC):
         """Propose continuations of each request.
 
         Args:
-            requests: decoding requests; ``request.tokens`` holds prompt and output so far, and
-                ``request.noise`` the noise that will choose the next tokens, if it is known.
-            plan: trees may be at most ``plan.depth`` deep, with ``plan.width`` nodes per level on
-                average.
+            requests: decoding requests. ``request.tokens`` holds prompt and output so far;
+                ``request.noise`` is the noise that will choose the next tokens, or None if it is
+                not known.
+            plan: a tree may be at most ``plan.depth`` deep, with at most ``plan.width`` nodes per
+                level on average.
 
         Returns:
-            One tree per request, its root the request's last token. ``TokenTree.chain`` makes a
-            tree of one path, ``TokenTree.root_only`` one without proposals. A node's ``path_probs``
-            entry is the probability that the path to it is accepted: nodes are verified in
-            descending order, and nodes that cannot pay are left out.
+            One tree per request, whose root is the request's last token. ``TokenTree.chain`` makes
+            a tree with a single path, ``TokenTree.root_only`` a tree without proposals.
+            ``path_probs`` are the predicted probabilities that paths are accepted: nodes are
+            verified in descending order of them, and nodes that are not worth their time are not
+            verified.
         """
 
     def release(self, request: Request) -> None:
-        """Free the state of a request that has finished, was cancelled, or has lost its K/V and
-        will come again.
+        """Free the state of a request that has finished, was cancelled, or was preempted and will
+        be drafted for again.
 
         The request may be unknown to the drafter.
         """
 
     def take_features(self, request: Request, begin: int, features: Any) -> None:
-        """Take the hidden states of committed tokens, each token once, in order, after the step
-        that processed them.
+        """Take the target's hidden states of committed tokens: each token once, in order, after
+        the step that processed it.
 
-        For a request whose K/V was loaded or reused, they begin after the reused tokens.
+        If a request's K/V was loaded or reused, the hidden states begin after the reused tokens.
 
         Args:
-            begin: index in ``request.tokens`` of the first token; the token after the last one is
-                known as well.
-            features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' states
+            request: the request.
+            begin: index in ``request.tokens`` of the first token. The token after the last one is
+                already in ``request.tokens``, too.
+            features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' hidden states
                 concatenated.
         """
 
     def read_kv_of(self, sequences: Any) -> None:
-        """Take the target's sequences, for drafters that read its K/V."""
+        """Take the target's sequences, for drafters that read the target's K/V."""
 
     def reuse(self, request: Request) -> int:
-        """Give a request the state kept for a common prefix; return the number of its tokens
-        processed then.
+        """Let a request use the drafter's state of a common prefix; return the number of the
+        request's tokens that are processed then.
         """
         return 0
 
     def relieve(self) -> bool:
-        """Free memory whose content can be computed again; return whether there was any."""
+        """Free memory whose contents can be recomputed; return whether any was freed."""
         return False
 
     def close(self) -> None:
-        """Release all state, when an engine that used the drafter ends."""
+        """Free all state; called when the engine that uses the drafter ends."""
 
 
 class Policy:
-    """Decides how a step's token budget is spent.
+    """Decides what a step drafts and which nodes it verifies.
 
-    The engine calls ``plan``, ``select`` and ``observe`` once per step, in this order, and leaves
-    out the rest if the step fails. What a later method needs of the plan is kept in attributes.
+    The engine calls ``plan``, ``select`` and ``observe`` once per step, in this order; if the step
+    fails, the remaining calls are left out. A policy may keep state between these calls in
+    attributes.
     """
 
-    # Steps draft no more than `StepCosts.first_tokens` leaves time for, and nothing if it must be
+    # True: drafts only as much as the time limit of `StepCosts.first_tokens` permits, and decodes
+    # plainly where it permits no draft. The scheduler relies on it when it guarantees SLOs.
     falls_back = False
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
     ) -> Plan:
-        """Return how deep and wide to draft for these requests, in a step that began at
-        ``begun_s``.
+        """Return the depth and width to draft for these requests.
 
-        ``num_prefill_tokens`` tokens of other requests are prefilled in the same forward.
+        Args:
+            requests: the requests that may decode in the step.
+            begun_s: time at which the step began, on the engine's clock.
+            num_prefill_tokens: tokens of other requests that are prefilled in the same forward.
         """
         raise NotImplementedError
 
@@ -344,8 +371,11 @@ class Policy:
         """Return the draft trees to verify: subtrees of the candidate trees, with unchanged path
         probabilities.
 
-        ``requests`` are those of ``plan.decoding`` if that is given, in their order in the step.
-        The plan has depth 0 if the engine has paused drafting.
+        Args:
+            requests: the requests that decode in the step: ``plan.decoding`` in the order of the
+                step, or all if it is None.
+            candidates: one candidate tree per request.
+            plan: the plan; its depth is 0 if the engine has paused drafting.
         """
         raise NotImplementedError
 
@@ -356,7 +386,11 @@ class Policy:
         phases: PhaseTimes,
         plan: Plan,
     ) -> None:
-        """Learn which nodes of the verified draft trees were accepted, and how long the step took.
+        """Update estimates from the result of a step. The parameter ``plan`` may be omitted.
 
-        The parameter ``plan`` may be omitted.
+        Args:
+            requests: the requests that decoded.
+            accepted: accepted nodes of each request's draft tree.
+            phases: seconds that the step took, by phase.
+            plan: the plan of the step.
         """

@@ -1,4 +1,6 @@
-"""Measured forward times as monotone piecewise-linear curves, since no line fits real hardware."""
+"""Forward times as monotone piecewise-linear curves in the number of tokens, and the corrections of
+profiled times by measured ones.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,23 @@ import numpy.typing as npt
 from hf_slospec.forks import cached_property
 from hf_slospec.tree.tree import FloatArray
 
-Count = npt.NDArray[Any] | float  # numbers of tokens, requests, levels
-Seconds = Any  # a float for single numbers, which is much faster, else f64 of the broadcast shape
+Count = npt.NDArray[Any] | float  # number of tokens, requests, levels or nodes, or an array of them
+Seconds = Any  # a float if all counts are plain numbers, which is much faster, else an f64 array
 
 
 @dataclass(frozen=True)
 class LatencyCurve:
-    """Seconds of one forward by its number of tokens; linear between the measured points and beyond
-    the last.
+    """Seconds of one forward as a function of its number of tokens: linear between the measured
+    points, and beyond the last one.
     """
 
     num_tokens: tuple[int, ...]  # ascending
-    seconds: tuple[float, ...]  # one per size, never falling
+    seconds: tuple[float, ...]  # one per entry of num_tokens, non-decreasing
 
     @classmethod
     def fit(cls, num_tokens: Sequence[int], seconds: Sequence[float]) -> LatencyCurve:
-        """Return the non-decreasing curve closest to the measurements in least squares (pool
-        adjacent violators).
+        """Return the non-decreasing curve that is closest to the measurements in least squares
+        (pool adjacent violators).
         """
         blocks: list[tuple[float, int]] = []  # (mean, number of points)
         points = sorted(zip(num_tokens, seconds, strict=True))
@@ -45,7 +47,9 @@ class LatencyCurve:
         return cls(tuple(tokens for tokens, _ in points), monotone)
 
     def __call__(self, num_tokens: Count) -> Seconds:
-        """Return the seconds of forwards of these sizes; a single number takes a tenth of the time."""
+        """Return the seconds of forwards of these sizes. A plain number takes a tenth of the time
+        of an array.
+        """
         if not isinstance(num_tokens, float | int):
             x, y, slope = self._line
             beyond = np.maximum(num_tokens - x[-1], 0.0)
@@ -61,7 +65,7 @@ class LatencyCurve:
 
     @cached_property
     def _line(self) -> tuple[FloatArray, FloatArray, float]:
-        """Tokens and seconds as arrays, and the slope beyond the last point."""
+        """Tokens and seconds of the points as arrays, and the slope beyond the last point."""
         x = np.array(self.num_tokens, dtype=np.float64)
         y = np.array(self.seconds)
         return x, y, float((y[-1] - y[-2]) / (x[-1] - x[-2])) if len(x) > 1 else 0.0
@@ -69,11 +73,13 @@ class LatencyCurve:
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """Seconds of one packed forward: a curve in its tokens, and linear terms in requests and keys."""
+    """Seconds of one packed forward: a curve in its number of tokens, plus linear terms in requests
+    and cached tokens.
+    """
 
     curve: LatencyCurve
     per_request_s: float = 0.0  # seconds per request after the first
-    per_key_s: float = 0.0  # seconds per cached token that some request attends to
+    per_key_s: float = 0.0  # seconds per cached token, summed over requests
 
     def __call__(
         self,
@@ -81,7 +87,9 @@ class ForwardCost:
         num_requests: Count = 1,
         num_keys: Count = 0,
     ) -> Seconds:
-        """Return seconds; ``num_keys`` are the cached tokens of all requests together."""
+        """Return the seconds of a forward; ``num_keys`` is the number of cached tokens of all
+        requests together.
+        """
         return (
             self.curve(num_tokens)
             + self.per_request_s * (num_requests - 1)
@@ -89,8 +97,8 @@ class ForwardCost:
         )
 
     def scaled(self, factors: Sequence[float], overall: float) -> ForwardCost:
-        """Return the cost with each measured point times its factor, and the linear terms times
-        ``overall``.
+        """Return the cost with each measured point multiplied by its entry of ``factors``, and the
+        linear terms by ``overall``.
         """
         seconds = [
             point_s * factor for point_s, factor in zip(self.curve.seconds, factors, strict=True)
@@ -100,32 +108,35 @@ class ForwardCost:
 
 
 class SizeCorrection:
-    """Ratio of measured to profiled seconds of recent forwards, by the forward's size in powers of
-    two.
+    """Ratio of measured to profiled seconds of recent forwards, for each power of two of the
+    forward's number of tokens.
 
-    A size that was not observed lately follows the average over all sizes. Observations fade, so a
+    A size without recent observations gets the average over all sizes. Observations fade, so that a
     change of the machine's speed is learned within some dozens of forwards.
     """
 
-    MEMORY = 40.0  # observations
-    TRUST = 4.0  # observations of one size that weigh as much as the average over all sizes
-    # Largest step of one observation, in log ratio: it may contain a pause of the machine.
+    MEMORY = 40.0  # number of observations over which ratios are averaged
+    TRUST = 4.0  # number of observations of one size that weigh as much as the overall average
+    # Largest difference of an observed log ratio from the current one; larger ones are clipped, as
+    # the machine may have paused.
     LIMIT = math.log(4.0)
 
     def __init__(self) -> None:
-        self.path = ""  # on which the forwards were measured
-        self._octaves = np.arange(16.0)
+        self.path = ""  # Target.path on which the forwards were measured
+        self._octaves = np.arange(16.0)  # log2 of the forward sizes that have an entry
         self.reset()
 
     def reset(self) -> None:
         """Drop all observations."""
-        # by rounded log2(tokens): sums of log ratios, weights
+        # Per rounded log2(num_tokens), with fading: sum of log ratios, and sum of weights.
         self._logs, self._counts = np.zeros((2, 16))
-        self._log_sum = self._count_sum = 0.0  # as _logs and _counts, over all sizes
+        self._log_sum = self._count_sum = 0.0  # sums of _logs and of _counts over all sizes
         self._log_factors = np.zeros(16)
 
     def __call__(self, num_tokens: Count) -> Any:
-        """Return the factor for forwards of these sizes, interpolated between the powers of two."""
+        """Return the factors for forwards of these sizes, interpolated between the powers of
+        two.
+        """
         if not isinstance(num_tokens, float | int):
             octaves = np.log2(np.maximum(num_tokens, 1))
             return np.exp(np.interp(octaves, self._octaves, self._log_factors))
@@ -136,12 +147,16 @@ class SizeCorrection:
 
     @property
     def overall_log(self) -> float:
-        """Average log ratio over all sizes; 0 before any observation."""
+        """Average log ratio over all sizes; 0 before the first observation."""
         return self._log_sum / self._count_sum if self._count_sum else 0.0
 
     def observe(self, num_tokens: int, profiled_s: float, measured_s: float) -> None:
-        """Learn from one forward; ``profiled_s`` is the profile's prediction without any
-        correction.
+        """Update the ratios from one forward.
+
+        Args:
+            num_tokens: tokens of the forward.
+            profiled_s: seconds that the profile predicts without any correction.
+            measured_s: seconds that the forward took.
         """
         octave = min(round(math.log2(max(num_tokens, 1))), 15)
         current = float(self._log_factors[octave])
@@ -161,33 +176,33 @@ class SizeCorrection:
 
 
 class DraftCorrection:
-    """Seconds of drafting as ``constant_s + factor * profiled_s``: least squares on relative
-    errors, with fading.
+    """Corrects profiled seconds of drafting to ``constant_s + factor * profiled_s``, by least
+    squares on relative errors of recent steps.
 
     The constant is what a drafting step costs whatever its depth (building trees, copies, host
-    time). Both start from a prior of 0 and 1.
+    time). The prior is a factor of 1 and a constant of 0. Observations fade.
     """
 
-    MEMORY = 40.0  # observations
+    MEMORY = 40.0  # number of observations over which the fit averages
     PRIOR = 2.0  # initial weight, in observations, of the prior factor 1
-    RIDGE = 0.5  # weight, in observations, of the prior constant 0
-    # Largest ratio of one observation to the current prediction: it may contain a pause of the
-    # machine
+    RIDGE = 0.5  # constant weight, in observations, of the prior constant 0
+    # Largest ratio of a measured time to the predicted one; larger ones are clipped, as the machine
+    # may have paused.
     LIMIT = 4.0
 
     def __init__(self) -> None:
         self.constant_s = 0.0
         self.factor = 1.0
-        # Sums of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s, from
-        # the prior on.
+        # Fading sums of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s;
+        # they start with the prior.
         self._sums = [self.PRIOR, 0.0, 0.0, self.PRIOR, 0.0]
 
     def __call__(self, profiled_s: Seconds) -> Seconds:
-        """Return corrected seconds; a profiled 0 stays 0."""
+        """Return the corrected seconds; 0 stays 0."""
         return (self.constant_s + self.factor * profiled_s) * (profiled_s > 0.0)
 
     def observe(self, profiled_s: float, measured_s: float) -> None:
-        """Learn from one step's drafting."""
+        """Update factor and constant from the drafting of one step."""
         predicted_s = self(profiled_s)
         measured_s = min(max(measured_s, predicted_s / self.LIMIT), predicted_s * self.LIMIT)
         u = 1.0 / profiled_s
@@ -198,7 +213,7 @@ class DraftCorrection:
         ]
         count, sum_u, sum_uu, sum_v, sum_uv = self._sums
         ridged_uu = sum_uu * (1.0 + self.RIDGE / count)
-        determinant = count * ridged_uu - sum_u * sum_u  # positive, as sum_u^2 <= count * sum_uu
+        determinant = count * ridged_uu - sum_u * sum_u  # positive: sum_u^2 <= count * sum_uu
         factor = (sum_v * ridged_uu - sum_u * sum_uv) / determinant
         constant_s = (count * sum_uv - sum_u * sum_v) / determinant
         if constant_s < 0.0 or factor < 0.0:

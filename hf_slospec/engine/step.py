@@ -1,4 +1,6 @@
-"""The engine's step: schedule, plan, draft, select, verify, accept, commit."""
+"""``Engine``, whose step is: schedule, plan, draft, select, verify, accept, commit. The model part
+of verify and commit is in ``model/target.py``.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,11 @@ from hf_slospec.tree.tree import TokenTree
 
 S = TypeVar("S", bound=Scheduler)
 
-PAUSE = 64  # steps without drafting after the drafter's memory was needed for requests
+PAUSE = 64  # steps without drafting after memory ran out; see Engine.relieve
 
 
 class Engine(Generic[S]):
-    """Decodes requests together, one step at a time, until each is finished."""
+    """Decodes requests together, one step at a time, until every request has finished."""
 
     def __init__(
         self,
@@ -47,8 +49,15 @@ class Engine(Generic[S]):
         shared: Callable[[], AbstractContextManager[Any]] = nullcontext,
         checks: Checks = NO_CHECKS,
     ):
-        """Make an engine of its parts; ``shared`` makes a context in which other engines may use
-        the models.
+        """Make an engine of its parts.
+
+        Args:
+            target, drafter, policy, scheduler, costs: see ``engine/interfaces.py`` and
+                ``engine/costs.py``.
+            clock: returns monotonic seconds.
+            check_invariants: check trees and K/V slots in every step, for tests.
+            shared: returns a context manager in which other engines may use the models.
+            checks: which results of a user's policy and drafter are checked.
         """
         self.shared = shared
         self.checks = checks
@@ -59,14 +68,15 @@ class Engine(Generic[S]):
         self.costs = costs
         self.clock = clock
         self.check_invariants = check_invariants
-        self._num_paused = 0  # further steps without drafting
+        self._num_paused = 0  # number of next steps that do not draft
 
     def step(self) -> StepEvent:
-        """Run one step of the requests that the scheduler picks.
+        """Run one step of the requests that the scheduler chooses.
 
-        An error in a request's processors or criteria ends that request only. A MemoryError of the
-        models is raised only before tokens are chosen. After that, chosen tokens stay, since
-        processors and criteria have seen them, and K/V that could not be kept is computed again.
+        An error in a request's logits processors or stopping criteria ends that request only. A
+        MemoryError of the models is raised only before tokens are chosen. After that, chosen tokens
+        stay, since processors and criteria have seen them, and K/V that could not be kept is
+        recomputed.
         """
         watch = _Stopwatch(self.clock)
         num_one_offs = self._num_one_offs()
@@ -103,11 +113,12 @@ class Engine(Generic[S]):
             draft_levels=max((tree.max_depth for tree in candidates), default=0),
             level_share=level_share(candidates, len(drafting)),
         )
-        # The time of a step with one-off costs, such as graph captures, says nothing about later
-        # steps.
+        # Of a step with one-off costs, such as graph captures, the predicted times are learned, as
+        # the measured ones do not predict later steps.
         is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
-        with contextlib.suppress(MemoryError):  # learning is optional, removing requests is not
+        # A MemoryError here must not prevent that finished requests are removed below.
+        with contextlib.suppress(MemoryError):
             self.costs.observe(learned, is_typical)
             if decoding := schedule.decoding:
                 self.policy.observe(decoding, accepted[: len(decoding)], learned.phases, plan)
@@ -117,7 +128,7 @@ class Engine(Generic[S]):
         return event
 
     def _reuse(self) -> None:
-        """Give running requests without computed K/V the K/V of common prefixes."""
+        """Let running requests without computed K/V use the cached K/V of common prefixes."""
         for request in self.scheduler.running:
             has_only_reused = (
                 not request.num_emitted and request.kv.num_cached == request.kv.num_reused
@@ -137,8 +148,8 @@ class Engine(Generic[S]):
         return plan
 
     def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
-        """Return the plan to follow: the policy's, without requests that must not draft, or
-        drafting that is paused.
+        """Return the policy's plan, changed so that paused drafting is left out and requests that
+        must not draft are not drafted for.
         """
         if schedule.decoding and self._num_paused:
             self._num_paused -= 1
@@ -153,8 +164,8 @@ class Engine(Generic[S]):
     def _draft(
         self, schedule: Schedule, drafting: Sequence[Request], plan: Plan, watch: _Stopwatch
     ) -> tuple[Sequence[TokenTree], int]:
-        """Return a candidate tree per decoding request, and how many committed tokens were new to
-        the drafter.
+        """Return one candidate tree per decoding request, and the number of committed tokens that
+        the drafter processed for the first time.
         """
         found = self.drafter.draft(drafting, plan) if drafting else []
         if self.checks.has_user_drafter:
@@ -162,7 +173,7 @@ class Engine(Generic[S]):
         drafted = dict(zip(drafting, found, strict=True))
         num_catch_up = sum(request.num_draft_behind for request in drafting)
         for request, tree in drafted.items():
-            # A lone root may mean that the drafter has not processed the whole prompt yet.
+            # A tree without drafts may mean that the drafter has not yet processed the prompt.
             if tree.max_depth:
                 request.kv.num_draft_seen = len(request.tokens)
         drafted = followed(drafted, plan)
@@ -180,7 +191,9 @@ class Engine(Generic[S]):
         plan: Plan,
         watch: _Stopwatch,
     ) -> Selection:
-        """Return the policy's selection, with the roots of the requests whose prefill ends."""
+        """Return the policy's selection, to which the roots of the requests whose prefill ends are
+        appended.
+        """
         selection = Selection((), ())
         if schedule.decoding:
             selection = self.policy.select(schedule.decoding, candidates, plan)
@@ -206,7 +219,7 @@ class Engine(Generic[S]):
         try:
             self.target.commit(list(committed), list(committed.values()), schedule.partial_chunks)
         except MemoryError:
-            # These requests are in prefill again, and keep the K/V from before the step.
+            # The requests keep their K/V from before the step, and prefill their new tokens next.
             self.relieve()
         else:
             for request in committed:
@@ -223,10 +236,10 @@ class Engine(Generic[S]):
         num_emitted: Sequence[int],
         phases: PhaseTimes,
     ) -> tuple[RequestStep, ...]:
-        """Record the step on its requests.
+        """Record the step in the statistics of its requests.
 
         Args:
-            num_emitted: tokens that each request had emitted before the step.
+            num_emitted: number of tokens that each request had emitted before the step.
         """
         now_s = self.clock()
         parts = []
@@ -238,9 +251,10 @@ class Engine(Generic[S]):
             num_emitted,
             strict=True,
         ):
-            tpot_slo_s = request.stage.tpot_slo_s  # before the stage ends
+            # Read before record_step(), which may begin the next stage.
+            tpot_slo_s = request.stage.tpot_slo_s
             elapsed_s, emitted = request.decoded(now_s)
-            if request.num_emitted:  # otherwise it failed before its first token
+            if request.num_emitted:  # 0 if the request failed before its first token
                 request.record_step(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
             committed = request.num_emitted - before
             parts.append(
@@ -260,13 +274,13 @@ class Engine(Generic[S]):
         return self.target.num_one_off_forwards + self.drafter.num_one_off_forwards
 
     def retire(self, finished: Sequence[Request]) -> None:
-        """Remove finished requests."""
+        """Remove finished requests from the scheduler and free their K/V."""
         for request in finished:
             self.scheduler.remove(request)
         self.forget(finished)
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Release the K/V of requests; their tokens stay."""
+        """Free the K/V of requests in target and drafter; their tokens stay."""
         for request in requests:
             self.target.release(request)
             self.drafter.release(request)
@@ -275,12 +289,12 @@ class Engine(Generic[S]):
     def relieve(self) -> bool:
         """Free the drafter's memory after a MemoryError, and pause drafting; outputs do not change.
 
-        Pausing helps since running requests have slots for their tokens, but not always for draft
-        trees.
+        Pausing helps since running requests always have K/V slots for their tokens, but not always
+        for draft trees.
 
         Returns:
-            True if there was memory to free or drafting was not paused yet, so that the step should
-            be tried again.
+            True if memory was freed or drafting was not paused yet, so that the caller should try
+            the step again.
         """
         if self.drafter.relieve():
             for request in self.scheduler.running:
@@ -291,7 +305,7 @@ class Engine(Generic[S]):
         return True
 
     def close(self) -> None:
-        """Release the models' state of this engine."""
+        """Free all state of this engine in target and drafter."""
         self.target.close()
         self.drafter.close()
 
@@ -303,7 +317,7 @@ class Engine(Generic[S]):
 
 
 def _taking_part(schedule: Schedule, plan: Plan) -> Schedule:
-    """Return the schedule without the decoding requests that sit the step out by the plan."""
+    """Return the schedule without the decoding requests that the plan leaves out of this step."""
     if plan.decoding is None:
         return schedule
     chosen = set(plan.decoding)
@@ -313,7 +327,7 @@ def _taking_part(schedule: Schedule, plan: Plan) -> Schedule:
 
 
 def _drafting(schedule: Schedule, plan: Plan) -> Sequence[Request]:
-    """Return the decoding requests that are drafted for."""
+    """Return the decoding requests for which the drafter is called."""
     if not plan.depth:
         return ()
     return schedule.decoding if plan.drafting is None else plan.drafting
@@ -331,7 +345,7 @@ def _accepted(request: Request, tree: TokenTree, choose: Chooser) -> list[int]:
 
 
 class _Stopwatch:
-    """Seconds since the step began, by phase."""
+    """Measures the seconds of each phase of a step."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -339,7 +353,7 @@ class _Stopwatch:
         self.begun_s = self._last_s = clock()
 
     def lap(self, phase: str) -> None:
-        """Add the seconds since the last lap to a phase."""
+        """Add the seconds since the previous call (or the step's beginning) to a phase."""
         now_s = self._clock()
         self.phases += PhaseTimes(**{phase: now_s - self._last_s})
         self._last_s = now_s

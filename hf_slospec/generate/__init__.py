@@ -1,1 +1,3 @@
-"""The drop-in for transformers' generate: prepare a call, decode it, return what stock returns."""
+"""The drop-in for transformers' ``generate``: prepares a call, decodes it, and returns what stock
+``generate`` returns.
+"""

@@ -1,5 +1,5 @@
-"""Checks of the caller's arguments, before stock ``generate`` sees them: errors name the argument,
-the problem and the remedy.
+"""Checks of the caller's arguments before stock ``generate`` gets them. Error messages name the
+argument, the problem and the remedy.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from hf_slospec.model.ownership import foreign_members
 from hf_slospec.model.properties import given_cache
 
 CACHE_LAYERS = (DynamicLayer, StaticLayer, DummyLayer, LinearAttentionLayer)
-HALVES = ("self_attention_cache", "cross_attention_cache")  # of a cache for an encoder-decoder
-UNSUPPORTED_CACHES = ("quantized", "paged")  # they round K/V, or belong to another decoding loop
-REFUSED = {  # arguments of generate, and what to do instead
+# Attributes of an encoder-decoder's cache that hold its two caches.
+HALVES = ("self_attention_cache", "cross_attention_cache")
+# Values of cache_implementation: "quantized" rounds K/V, "paged" is for another decoding loop.
+UNSUPPORTED_CACHES = ("quantized", "paged")
+REFUSED = {  # argument of generate -> what to do instead
     "custom_generate": "call generate without slo_tpot",
     "token_healing": "heal the prompt first",
     "synced_gpus": "processes may take different numbers of speculated steps",
@@ -41,14 +43,20 @@ LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return the value, or raise InvalidTypeError unless it is a bool."""
+    """Return a bool argument.
+
+    Raises:
+        InvalidTypeError: the value is no bool.
+    """
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
     return value
 
 
 def check_decoder_only(model: PreTrainedModel, name: str) -> None:
-    """Raise UnsupportedModelError for an encoder-decoder, which ``name`` does not take."""
+    """Raise UnsupportedModelError if the model is an encoder-decoder; the message says that
+    ``name`` does not support it.
+    """
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{name} takes decoder-only models, and {type(model).__name__} is an encoder-decoder; call generate, which "
@@ -57,7 +65,9 @@ def check_decoder_only(model: PreTrainedModel, name: str) -> None:
 
 
 def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
-    """Return a setting of the call, otherwise of its generation config, otherwise of the model's."""
+    """Return a setting from the call's arguments, else from the call's generation config, else from
+    the model's; None if it is set nowhere.
+    """
     values = (
         arguments.get(name),
         getattr(arguments.get("generation_config"), name, None),
@@ -67,11 +77,13 @@ def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> 
 
 
 def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Refuse arguments, and a model that is being trained.
+    """Refuse arguments of ``generate`` that speculation does not support, and models in a training
+    mode that it does not support.
 
     Raises:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError: the message names the argument.
-        UnsupportedModelError: the model drops units, or its K and V.
+        UnsupportedModelError: the model applies dropout, or gradient checkpointing turns its K/V
+            cache off.
     """
     if not isinstance(config := arguments.get("generation_config"), (GenerationConfig, NoneType)):
         raise InvalidTypeError(
@@ -139,7 +151,7 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             raise InvalidInputError(
                 f"{name} is empty, shape {shape}; give every row at least one token"
             )
-        # A mask over cached or embedded tokens is checked once their number is known.
+        # Masks that also cover cached or embedded tokens are checked in CallInputs.of.
         is_of_ids = embeds is None and cache is None
         if is_of_ids and isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
             raise InvalidInputError(
@@ -149,8 +161,8 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
 
 
 def _check_evaluating(model: PreTrainedModel) -> None:
-    """Refuse a model in training mode with dropout, which draws from the global generator, or
-    without a K/V cache.
+    """Raise UnsupportedModelError if the model is in training mode with dropout, which is random,
+    or with gradient checkpointing, which drops K and V.
     """
     if not model.training:
         return
@@ -175,9 +187,16 @@ def _check_evaluating(model: PreTrainedModel) -> None:
 
 
 def check_cache(name: str, cache: Any, is_prepared: bool = False) -> None:
-    """Refuse a cache with code that is not transformers' own, or whose layers cannot be read.
+    """Refuse a cache whose layers cannot be read, or whose class overrides transformers' methods.
 
-    If stock ``generate`` has prepared it, it may hold both caches of an encoder-decoder.
+    Args:
+        name: the argument's name, for messages.
+        cache: the cache; None passes.
+        is_prepared: stock ``generate`` has prepared the cache, so it may consist of the two caches
+            of an encoder-decoder.
+
+    Raises:
+        InvalidTypeError, UnsupportedOptionError, UnsupportedModelError: the cache is refused.
     """
     if cache is None:
         return

@@ -1,4 +1,6 @@
-"""Calls of ``generate``: which speculator serves them, and their decoding."""
+"""``Decoder``, which serves calls of ``generate`` in place of the stock one: it chooses the
+speculator, falls back to stock ``generate`` where a call is refused, and decodes prepared calls.
+"""
 
 from __future__ import annotations
 
@@ -45,26 +47,26 @@ from hf_slospec.request.slo import SLOTpot
 
 
 class SLOSpecOutput(GenerateDecoderOnlyOutput):
-    """HF's output with the metrics of every row and the record of every step.
+    """Hugging Face's output with the metrics of every row and the record of every step.
 
-    Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are those of
-    stock's output. Copies and pickles keep them; functions that rebuild an output from its items
-    leave them None.
+    Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are the same
+    as in stock's output. Copies and pickles keep them; functions that rebuild an output from its
+    items leave them None.
     """
 
     slo: list[RequestMetrics] | None = None  # one per row
-    steps: list[StepEvent] | None = None  # in order, prefill first
+    steps: list[StepEvent] | None = None  # in order of time, prefill first
 
 
 class SLOSpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """The same of an encoder-decoder."""
+    """Output of an encoder-decoder with the attributes of :class:`SLOSpecOutput`."""
 
     slo: list[RequestMetrics] | None = None
     steps: list[StepEvent] | None = None
 
 
 class Decoder:
-    """Speculated decoding in place of stock ``generate``'s own, for one model."""
+    """Serves one model's calls of ``generate`` by tree speculation."""
 
     def __init__(
         self,
@@ -97,12 +99,14 @@ class Decoder:
         )
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
-        # The last speculators for an assistant model, and for lookup lengths, of a call.
+        # By kind of method ("assistant", "lookup"): key and speculator of the last call that asked
+        # for such a method.
         self._speculators = dict[str, tuple[tuple[Any, ...], Speculator]]()
-        self._refusal = ""
-        self.replaced: tuple[Any] | None = None  # of enable: the instance's former generate
-        self.num_tokens = 0  # new tokens, summed over calls and rows, first ones not counted
-        self.num_steps = 0
+        self._refusal = ""  # why the target cannot be speculated
+        # Set by enable(): the generate that was set on the instance, or None, as a 1-tuple.
+        self.replaced: tuple[Any] | None = None
+        self.num_tokens = 0  # new tokens of all calls and rows, without each row's first one
+        self.num_steps = 0  # decode steps of all calls, summed over rows
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
             self._speculator = Speculator(self._target, self._method, self.config, make_policy)
@@ -113,13 +117,23 @@ class Decoder:
 
     @property
     def is_led(self) -> bool:
-        """Return whether the model's processes follow a batcher, so that none of them can generate."""
+        """Return whether a batcher leads the processes of a tensor-parallel model, so that none of
+        them can run ``generate``.
+        """
         return self._target is not None and self._target.ranks.is_led
 
     def generate(
         self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None
     ) -> Any:
-        """Return what stock ``generate`` returns for these arguments, given by name."""
+        """Return what stock ``generate`` returns for these arguments.
+
+        If the call cannot be speculated, stock ``generate`` runs if ``fallback`` is True.
+
+        Args:
+            slo_tpot: as callers pass it.
+            arguments: the arguments of ``generate`` by name.
+            fallback: overrides the decoder's setting; None: keep it.
+        """
         may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
         if self.is_led:
             raise UnsupportedOptionError(
@@ -145,20 +159,28 @@ class Decoder:
 
     @property
     def _skipped(self) -> Any:
-        """The ``generate`` that other code set on the model instance, which ours would bypass."""
+        """A ``generate`` that other code (neither transformers nor this package) set on the model
+        instance, and that a speculated call would bypass; None if there is none.
+        """
         return foreign_generate(
             self.replaced[0] if self.replaced else vars(self.model).get("generate")
         )
 
     def _decode(self, call: Call) -> Any:
-        """Return the output of a call, and count its tokens and steps."""
+        """Decode a call, and add its tokens and steps to the decoder's counts."""
         output = decode(call)
         self.num_tokens += sum(max(request.num_emitted - 1, 0) for request in call.rows.requests)
         self.num_steps += sum(request.stats.num_steps for request in call.rows.requests)
         return output
 
     def speculator_of(self, arguments: dict[str, Any]) -> Speculator:
-        """Return the speculator of a call with these arguments."""
+        """Return the speculator for the assistant model or prompt lookup that a call asks for, else
+        the decoder's own one.
+
+        Raises:
+            UnsupportedModelError: other code set a ``generate`` on the model instance, which
+                speculation would bypass; or as :meth:`speculator_for`.
+        """
         if self._skipped is not None:
             raise UnsupportedModelError(
                 f"generate was set on this {type(self.model).__name__}, by its repository's custom_generate folder or "
@@ -171,19 +193,21 @@ class Decoder:
 
     @property
     def speculator(self) -> Speculator:
-        """The speculator of calls without an assistant model."""
+        """The speculator of calls that name no assistant model."""
         return self.speculator_for(None)
 
     def speculator_for(
         self, assistant_model: Any, tokenizer: Any = None, assistant_tokenizer: Any = None
     ) -> Speculator:
-        """Return the speculator for an assistant model; the last one of a call is cached.
+        """Return the speculator for a call's assistant model and tokenizers; the last one is
+        cached.
 
-        The tokenizers are the call's. As in stock, they are not read without an assistant model.
+        As in stock ``generate``, the tokenizers are ignored without an assistant model.
 
         Raises:
             InvalidTypeError: an argument is no loaded model or tokenizer.
-            InvalidInputError: the pair needs no ``assistant_tokenizer``, or has no ``tokenizer``.
+            InvalidInputError: ``assistant_tokenizer`` was given although both models have one
+                vocabulary size, or without ``tokenizer``.
             UnsupportedModelError: the target cannot be speculated.
             IncompatibleDraftError: the models have different vocabularies, and not both tokenizers
                 were given.
@@ -217,7 +241,9 @@ class Decoder:
         return self._speculator
 
     def _by_lookup(self, arguments: dict[str, Any]) -> Speculator | None:
-        """Return the speculator for stock's ``prompt_lookup_num_tokens``, with costs of its own."""
+        """Return the speculator for stock's ``prompt_lookup_num_tokens``, which has separate costs;
+        None if the call does not set it.
+        """
         num_tokens = configured("prompt_lookup_num_tokens", self.model, arguments)
         if num_tokens is None or self._target is None:
             return None
@@ -228,7 +254,9 @@ class Decoder:
     def _cached(
         self, kind: str, key: tuple[Any, ...], new_method: Callable[[], DraftMethod]
     ) -> Speculator:
-        """Return the speculator for a drafting method of a call; the last of each kind is cached."""
+        """Return the speculator for a drafting method that a call asks for; the last one of each
+        kind is cached.
+        """
         last_key, speculator = self._speculators.get(kind, ((), None))
         if speculator is None or last_key != key:
             assert self._target is not None
@@ -239,7 +267,11 @@ class Decoder:
 
 @torch.no_grad()
 def decode(call: Call) -> Any:
-    """Decode a call's requests to their ends and return what stock ``generate`` returns."""
+    """Decode a prepared call to its end, and return what stock ``generate`` returns.
+
+    If the call's processors, criteria or streamer rule out speculation, stock's loop decodes it,
+    with a warning.
+    """
     rows = call.rows
     stock = call.stock
     speculator = call.speculator
@@ -283,7 +315,8 @@ def decode(call: Call) -> Any:
         with speculator.lock:
             if cache is not None:
                 rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
-    except (UnsupportedModelError, UnsupportedOptionError):  # stock generate may run instead
+    except (UnsupportedModelError, UnsupportedOptionError):
+        # Stock generate may run instead, with the same random numbers as if it ran first.
         generator.set_state(state)
         raise
     finally:
@@ -306,7 +339,7 @@ def decode(call: Call) -> Any:
 
 
 def _output(call: Call, **stock: Any) -> Any:
-    if call.is_part:  # stock code reads all of its fields
+    if call.is_part:  # the class's own generate reads fields of stock's class only
         return GenerateEncoderDecoderOutput(**stock)
     output = (
         SLOSpecOutput(**stock) if call.encoder is None else SLOSpecEncoderDecoderOutput(**stock)

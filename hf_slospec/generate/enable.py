@@ -1,7 +1,8 @@
-"""The drop-in: ``model.generate(..., slo_tpot=...)`` on top of transformers' own ``generate``.
+"""``enable``, after which ``model.generate(..., slo_tpot=...)`` decodes by tree speculation. Calls
+are prepared in ``generate/prepare.py`` and decoded in ``generate/call.py``.
 
-Stock ``generate`` prepares inputs, lengths, processors and criteria (see
-:mod:`hf_slospec.generate.prepare`), so everything it accepts keeps its meaning.
+Stock ``generate`` prepares inputs, lengths, logits processors and stopping criteria, so all of its
+arguments keep their meaning.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_slospec.generate.call import Decoder
 from hf_slospec.model.loading import check_causal_lm
 from hf_slospec.request.slo import SLOTpot
 
-# Stock generate's first parameters, for calls of one that takes *args.
+# Names of stock generate's first parameters, for classes whose own generate takes *args.
 POSITIONAL = (
     "inputs",
     "generation_config",
@@ -45,34 +46,36 @@ def enable(
     always: bool = False,
     fallback: bool = False,
 ) -> PreTrainedModel:
-    """Let ``model.generate`` take ``slo_tpot`` and decode such calls by tree speculation.
+    """Let ``model.generate`` accept ``slo_tpot``, and decode such calls by tree speculation.
 
     Args:
         model: a loaded transformers causal LM or encoder-decoder (Whisper, BART, T5), or a PEFT
             model around one.
-        assistant_model: a smaller causal LM, on the same device. Without one, and without a
-            drafter, the request's own tokens draft (prompt lookup).
-        drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``,
-            ``"mtp"``, a folder or Hub repository of a trained head or a smaller model, a loaded
-            model, or several of these (``"lookup+mtp"``, or a list); or an object of your own that
-            proposes token trees, see :class:`Drafter`.
-        tokenizer: the model's; with ``assistant_tokenizer``, an assistant model with another
-            tokenizer can draft, as where a call of ``generate`` passes all three.
-        assistant_tokenizer: the assistant model's.
+        assistant_model: a smaller causal LM on the same device, which drafts. Without it and
+            without ``drafter``, drafts are looked up in the request's own text (prompt lookup).
+        drafter: what drafts instead of an assistant model, see :func:`load_drafter`: ``"lookup"``,
+            ``"suffix"``, ``"mtp"``, a folder or Hub repository of a trained head or a smaller
+            model, a loaded model, or several of these (``"lookup+mtp"``, or a list); or an object
+            of your own that proposes token trees, see :class:`Drafter`.
+        tokenizer: the model's tokenizer. An assistant model with another tokenizer can draft if
+            both tokenizers are given.
+        assistant_tokenizer: the assistant model's tokenizer, if it differs from ``tokenizer``.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
-        make_policy: makes a policy of your own, see :class:`Policy`, in place of the config's:
-            called with the config and the :class:`StepCosts` of the models for every call.
-        always: speculate calls without ``slo_tpot`` too. Otherwise they run stock ``generate``.
-        fallback: run stock ``generate``, with a :class:`FallbackWarning`, where the model or an
-            option of the call cannot be speculated, instead of raising. ``generate(...,
-            fallback=...)`` overrides it for a call.
+        make_policy: makes a policy of your own, see :class:`Policy`, instead of the config's;
+            called for every call of ``generate`` with the config and the models'
+            :class:`StepCosts`.
+        always: speculate calls without ``slo_tpot``, too. Otherwise they run stock ``generate``.
+        fallback: if speculation does not support the model or an option of a call, run stock
+            ``generate`` with a :class:`FallbackWarning` instead of raising. ``generate(...,
+            fallback=...)`` overrides this for one call.
 
     Returns:
         The same model. Enabling it again replaces all settings.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
-        InvalidInputError: there is no such drafter, or there are a drafter and an assistant model.
+        InvalidInputError: there is no such drafter, or both a drafter and an assistant model were
+            given.
         UnsupportedModelError: either model cannot verify or draft a token tree; the message says
             why.
         IncompatibleDraftError: the two models do not share a vocabulary or a device.
@@ -83,8 +86,8 @@ def enable(
         config=config, make_policy=make_policy, fallback=fallback,
     )  # fmt: skip
     _restore_generate(model)
-    owner: Any = decoder.model  # a PEFT model hands generate on to the model it wraps
-    replaced = owner.__dict__.get("generate")  # a generate that was set on the instance, if any
+    owner: Any = decoder.model  # the wrapped model, whose generate a PEFT model calls
+    replaced = owner.__dict__.get("generate")  # a generate that other code set on the instance
     decoder.replaced = (replaced,)
     of_class = type(owner).generate
     signature = inspect.signature(types.MethodType(of_class, owner))
@@ -93,7 +96,7 @@ def enable(
     def generate(
         self: Any, *args: Any, slo_tpot: SLOTpot = None, fallback: bool | None = None, **kwargs: Any
     ) -> Any:
-        if self is not owner:  # a deep copy has this method, too, but no engine
+        if self is not owner:  # `self` is a deep copy, which copied this method
             if slo_tpot is not None:
                 raise InvalidInputError(
                     "slo_tpot was given to a copy of an enabled model; enable the copy itself"
@@ -112,10 +115,10 @@ def enable(
             return (replaced or types.MethodType(type(owner).generate, owner))(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 
-    # TRL calls it with use_transformers_continuous_batching.
+    # TRL calls generate_batch if use_transformers_continuous_batching is set.
     if always and hasattr(owner, "generate_batch"):
         owner.__dict__["generate_batch"] = functools.partial(_generate_batch, owner)
-    # What callers find at a stock generate: a plain function.
+    # Callers that inspect __wrapped__ find stock generate's plain function.
     wrapped = getattr(of_class, "__wrapped__", of_class)
     vars(generate).update(
         __signature__=_with_our_arguments(signature),
@@ -134,7 +137,7 @@ def enable(
 
 
 def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return the arguments of a call by the names that stock ``generate`` has for them."""
+    """Return the arguments of a call by the names of stock ``generate``'s parameters."""
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -150,8 +153,8 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 def _generate_of_adapted(
     model: Any, replaced: Any, default_fallback: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a PEFT model's own ``generate``, which hooks every layer before it calls ours; refuse
-    ``adapter_names``.
+    """Run a PEFT model's own ``generate``, which hooks every layer and then calls ours; with
+    ``slo_tpot``, ``adapter_names`` is refused or falls back to stock ``generate``.
     """
     if kwargs.get("adapter_names") is not None and kwargs.get("slo_tpot") is not None:
         given = kwargs.pop("fallback", None)
@@ -167,7 +170,7 @@ def _generate_of_adapted(
 
 
 def _generate_batch(owner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own ``generate_batch``, and say that it does not speculate."""
+    """Run the class's own ``generate_batch``, and warn that it does not speculate."""
     warnings.warn(
         "generate_batch does not speculate; call generate (in TRL, use_transformers_continuous_batching=False), or "
         "SLOSpecGenerator.submit for continuous batching",
@@ -178,15 +181,17 @@ def _generate_batch(owner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | None:
-    """Return the decoder of a model that :func:`enable` was called on, else None; errors name
-    ``argument``.
+    """Return the decoder of a model that :func:`enable` was called on, else None. Error messages
+    name the model ``argument``.
     """
     generate = check_causal_lm(argument, model).__dict__.get("generate")
     return getattr(generate, "decoder", None)
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Give ``model`` its stock ``generate`` back, if it is enabled."""
+    """Set the model's ``generate`` to what it was before :func:`enable`; does nothing if it is not
+    enabled.
+    """
     _restore_generate(model)
     return model
 
@@ -196,7 +201,7 @@ def _restore_generate(model: PreTrainedModel) -> None:
         owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
         owner.__dict__.pop("generate_batch", None)
-        adapted = model.__dict__.pop("generate", None)  # on a PEFT model around the owner
+        adapted = model.__dict__.pop("generate", None)  # set if it is a PEFT model around the owner
         for each, before in ((owner, replaced), (model, getattr(adapted, "replaced", None))):
             if before is not None:
                 each.__dict__["generate"] = before

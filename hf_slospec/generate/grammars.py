@@ -1,4 +1,6 @@
-"""Outputs that follow a JSON schema, by llguidance, and drafts that follow it as well."""
+"""Outputs that follow a JSON schema, enforced by llguidance, and the grammar that their draft trees
+follow.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,30 @@ from hf_slospec.generate.json_schemas import to_follow
 from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.tree.tree import BoolArray
 
-KEPT = 8  # compiled schemas; the choices of a request, and later requests, share one
-# A space, or a new line with its indentation, as small models would never end whitespace.
+KEPT = 8  # number of compiled schemas that are cached, for later requests and the n of a request
+# Allow only a space or a line break with its indentation, as small models may write whitespace
+# without end.
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,8}|\n\t{0,4})?"}
 BLANKS = b" \n\t"
-MAX_EXPECTED = 64  # bytes that are expected at once; a bound on the time
-MAX_WAYS = 3  # characters that may come next; if there are more, none is expected
-MAX_ALLOWED = 4096  # tokens; among more, as within strings, are more characters than that
-# in place of the first byte of tokens that end an output, and of whitespace
+MAX_EXPECTED = 64  # bytes per expected continuation; bounds the computing time
+MAX_WAYS = 3  # if more characters than this may come next, none of them is expected
+# If more tokens than this are allowed, as within strings, they begin with more than MAX_WAYS
+# characters, so the characters need not be counted.
+MAX_ALLOWED = 4096
+# Values besides 0 .. 255 in arrays of first bytes: tokens that end an output, and whitespace.
 END = 256
 BLANK = 257
 
 
 class TokenBytes:
-    """Bytes of the tokens of an llguidance tokenizer."""
+    """Bytes that each token of an llguidance tokenizer stands for."""
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int]):
         self.tokenizer = tokenizer
         self.end_tokens = end_tokens
         texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
         self.of_byte = {text[0]: token for token, text in enumerate(texts) if len(text) == 1}
-        # First byte of each token behind whitespace, [vocab] int64.
+        # [vocab] int64, first byte of each token after its leading whitespace; or END, or BLANK.
         self._first = np.array(
             [text.lstrip(BLANKS)[0] if text.strip(BLANKS) else BLANK for text in texts]
         )
@@ -47,9 +52,11 @@ class TokenBytes:
         self._first[list(end_tokens)] = END
 
     def next_bytes(self, is_allowed: BoolArray) -> list[int]:
-        """Return the bytes that may come next behind whitespace, or ``END``; none if they are many.
+        """Return the first bytes, whitespace aside, of the allowed tokens, with ``END`` for tokens
+        that end the output; empty if there are more than ``MAX_WAYS``.
 
-        ``is_allowed``: [vocab] bool.
+        Args:
+            is_allowed: [vocab] bool, tokens that may come next.
         """
         allowed = np.flatnonzero(is_allowed)
         if len(allowed) > MAX_ALLOWED:
@@ -61,26 +68,32 @@ class TokenBytes:
 
 
 class Grammars:
-    """Processors that keep outputs to JSON schemas, for one tokenizer."""
+    """Creates logits processors that keep outputs to JSON schemas, for one tokenizer; compiled
+    schemas are cached.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]):
-        """``vocab_size``: width of the logits; ``end_tokens``: tokens that may end a complete
-        output.
+        """Prepare for a tokenizer; nothing is compiled yet.
+
+        Args:
+            tokenizer: a transformers tokenizer.
+            vocab_size: width of the logits.
+            end_tokens: tokens that may end a complete output.
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_tokens = list(end_tokens)
         self._vocabulary: TokenBytes | None = None
         self._lock = Lock()
-        # By schema, at the beginning of an output; the oldest is dropped first.
+        # Schema as JSON -> its matcher at the beginning of an output. The oldest is dropped first.
         self._matchers: dict[str, Any] = {}
 
     def processor(self, schema: dict[str, Any], prompt_len: int) -> JSONConstraint:
-        """Return a processor for the outputs of one call.
+        """Return a logits processor that keeps the outputs of one call to a schema.
 
         Raises:
-            InvalidInputError: the schema is invalid or cannot be followed, or the model has no
-                token to end with.
+            InvalidInputError: the schema is invalid or llguidance cannot follow it, or the model
+                has no end-of-sequence token.
         """
         if not self._end_tokens:
             raise InvalidInputError(
@@ -129,20 +142,20 @@ class Grammars:
 
 
 class SchemaFollower:
-    """Matcher of one schema that goes from output to output, by rolling back to the tokens that
-    both begin with.
+    """Follows outputs through a schema with one llguidance matcher. To change to another output, it
+    rolls back to the common prefix.
     """
 
     def __init__(
         self, matcher: Any, prompt_len: int, vocabulary: TokenBytes, token_ids: Sequence[int] = ()
     ):
-        """Take llguidance's matcher.
+        """Take an llguidance matcher.
 
         Args:
-            matcher: llguidance's.
-            prompt_len: tokens of ``input_ids`` before an output.
+            matcher: the matcher, after the tokens ``token_ids``.
+            prompt_len: number of prompt tokens at the beginning of ``input_ids``.
             vocabulary: bytes of the matcher's tokens.
-            token_ids: the output that the matcher is behind.
+            token_ids: output tokens that the matcher has consumed.
         """
         self._matcher = matcher
         self._prompt_len = prompt_len
@@ -150,14 +163,16 @@ class SchemaFollower:
         self._token_ids = list(token_ids)
 
     def __deepcopy__(self, memo: Any) -> SchemaFollower:
-        """Return a copy that goes on by itself."""
+        """Return a copy with its own matcher, which advances independently."""
         return self._copied(type(self))
 
     def _copied(self, kind: type[SchemaFollower]) -> SchemaFollower:
         return kind(self._matcher.deep_copy(), self._prompt_len, self._vocabulary, self._token_ids)
 
     def _follow(self, token_ids: Sequence[int]) -> bool:
-        """Advance the matcher to the end of an output; return False if the schema forbids it."""
+        """Advance the matcher to the end of an output; return False if the schema forbids the
+        output.
+        """
         num_same = num_common(self._token_ids, token_ids)
         if num_more := len(self._token_ids) - num_same:
             self._matcher.rollback(num_more)
@@ -168,7 +183,7 @@ class SchemaFollower:
         return num_taken == len(new)
 
     def _allowed(self) -> BoolArray:
-        """Return which tokens may come next.  -> [vocab] bool"""
+        """Return the mask of the tokens that may come next.  -> [vocab] bool"""
         return np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8) > 0
 
     @property
@@ -177,23 +192,31 @@ class SchemaFollower:
 
 
 class JSONConstraint(SchemaFollower, LogitsProcessor):
-    """Processor that excludes every token after which an output would not follow its schema."""
+    """Logits processor that excludes every token with which the output would no longer follow its
+    schema.
+    """
 
-    per_row = True  # rows do not depend on each other
+    per_row = True  # treats every row by itself
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores with -inf for tokens that are not allowed, [batch, vocab];
-        ``input_ids`` [batch, length].
+        """Set the scores of tokens that are not allowed to -inf.
+
+        Args:
+            input_ids: [batch, length] int64.
+            scores: [batch, vocab].
+
+        Returns:
+            [batch, vocab].
 
         Raises:
-            InvalidInputError: llguidance cannot follow the schema further.
+            InvalidInputError: llguidance cannot follow the schema any further.
         """
         outputs = input_ids[:, self._prompt_len :].tolist()
         return _masked(scores, [self._allowed_after(token_ids) for token_ids in outputs])
 
     def _allowed_after(self, token_ids: Sequence[int]) -> BoolArray:
         if any(token in token_ids for token in self._vocabulary.end_tokens):
-            return np.ones(self._size, dtype=np.bool_)  # stock generate pads rows that have ended
+            return np.ones(self._size, dtype=np.bool_)  # the row has ended, and is padded
         is_followed = self._follow(token_ids)
         allowed = self._allowed()
         if not is_followed or self._matcher.is_error():
@@ -206,25 +229,26 @@ class JSONConstraint(SchemaFollower, LogitsProcessor):
         return allowed
 
     def for_drafts(self) -> DraftGrammar:
-        """Return the grammar for the drafts of one output, with a matcher of its own."""
+        """Return the grammar for the draft trees of one output, with its own matcher."""
         grammar = self._copied(DraftGrammar)
         assert isinstance(grammar, DraftGrammar)
         return grammar
 
 
 class DraftGrammar(SchemaFollower):
-    """Grammar of a request's drafts (:class:`~hf_slospec.request.params.Grammar`), and processor
-    of their scores.
+    """Grammar that a request's draft trees follow (:class:`~hf_slospec.request.params.Grammar`),
+    which is also a logits processor of draft scores.
 
-    Where llguidance can follow the schema no further, everything is allowed and nothing expected.
+    If llguidance cannot follow the schema any further, all tokens are allowed and none are
+    expected.
     """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores with -inf for tokens that are not allowed, [num_nodes, vocab]."""
+        """Set the scores of tokens that are not allowed to -inf.  -> [num_nodes, vocab]"""
         return self.masked(input_ids[:, self._prompt_len :].tolist(), scores)
 
     def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
-        """Return for each proposed token whether it may follow the others."""
+        """Return one flag per proposed token: True if it may follow ``token_ids``."""
         is_followed = self._follow(token_ids)
         if self._matcher.is_error() or not is_followed:
             return [self._matcher.is_error()] * len(proposed)
@@ -235,7 +259,9 @@ class DraftGrammar(SchemaFollower):
         return [self._matcher.validate_tokens([token]) == 1 for token in proposed]
 
     def masked(self, token_ids: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
-        """Return a draft's scores with -inf for tokens that may not follow, [num_nodes, vocab]."""
+        """Set the draft scores of tokens that may not follow the node to -inf.  -> [num_nodes,
+        vocab]
+        """
         allowed = list[BoolArray]()
         for path in token_ids:
             allowed.append(
@@ -246,12 +272,14 @@ class DraftGrammar(SchemaFollower):
         return _masked(scores, allowed)
 
     def expected(self, token_ids: Sequence[int]) -> list[list[int]]:
-        """Return likely continuations of an output.
+        """Return likely continuations of an output, as token ids.
 
-        They consist of the bytes that the schema forces and, between them, of the only characters
-        that it allows after whitespace, with the whitespace that the output had between the same
-        characters before. Where few characters are allowed, there is one continuation for each, but
-        they branch only once. Texts are tokenized as by the tokenizer."""
+        A continuation consists of the bytes that the schema forces and, between them, of characters
+        that are the only ones allowed apart from whitespace. The whitespace before such a character
+        is the same as earlier in the output between the same two characters. If up to ``MAX_WAYS``
+        characters are allowed, there is one continuation for each of them, but only at the first
+        such choice. Texts are tokenized as the tokenizer does it.
+        """
         if not self._follow(token_ids):
             return []
         before = self._vocabulary.tokenizer.decode_bytes(list(token_ids))
@@ -266,7 +294,12 @@ class DraftGrammar(SchemaFollower):
         return [way for way in ways if way]
 
     def _next(self, text: bytes) -> list[bytes]:
-        """Return what may follow the text that was matched, if few things may; b"" is its end."""
+        """Return the texts that may come next, if they are few; b"" stands for the end of the
+        output.
+
+        Args:
+            text: the text that the matcher has consumed.
+        """
         if forced := self._matcher.compute_ff_bytes():
             return [forced]
         found = self._vocabulary.next_bytes(self._allowed())
@@ -275,12 +308,12 @@ class DraftGrammar(SchemaFollower):
     def _continued(
         self, token_ids: Sequence[int], before: bytes, after: list[bytes]
     ) -> tuple[bytes, list[bytes]]:
-        """Return the text that must follow an output, and what may follow that text.
+        """Return the text that must follow an output, and the texts that may come after it.
 
         Args:
-            token_ids: the output.
-            before: its text.
-            after: what may follow it.
+            token_ids: tokens of the output.
+            before: text of the output.
+            after: texts that may follow the output, from :meth:`_next`.
         """
         path = list(token_ids)
         text = b""
@@ -294,7 +327,7 @@ class DraftGrammar(SchemaFollower):
         return text, after
 
     def _split(self, text: bytes, is_end: bool) -> list[int]:
-        """Return the tokens of a text and, if the output ends there, its end."""
+        """Return the tokens of a text, with an end token appended if the output ends there."""
         tokenizer = self._vocabulary.tokenizer
         split: list[int] = tokenizer.tokenize_bytes(text) if text else []
         if tokenizer.decode_bytes(split) != text:
@@ -303,7 +336,9 @@ class DraftGrammar(SchemaFollower):
 
 
 def _masked(scores: torch.Tensor, allowed: Sequence[BoolArray]) -> torch.Tensor:
-    """Return scores with -inf where a token is not allowed; ``allowed`` is [vocab] per row."""
+    """Return scores with -inf where a token is not allowed; ``allowed`` has one [vocab] mask per
+    row.
+    """
     mask = torch.from_numpy(np.stack(allowed)).to(scores.device)[:, : scores.shape[-1]]
     return scores.masked_fill(
         ~torch.nn.functional.pad(mask, (0, scores.shape[-1] - mask.shape[1])), float("-inf")
@@ -311,10 +346,11 @@ def _masked(scores: torch.Tensor, allowed: Sequence[BoolArray]) -> torch.Tensor:
 
 
 def _behind_whitespace(character: bytes, text: bytes) -> bytes:
-    """Return the character that follows a text, behind the whitespace that is likely there.
+    """Return a character with the whitespace that is likely before it, after ``text``.
 
-    It is what the text has had between the same two characters last; else a space after colons and
-    commas."""
+    The whitespace is what the text contains at its last occurrence of the same two characters;
+    without one, it is a space after colons and commas.
+    """
     before = text.rstrip(BLANKS)
     pattern = re.escape(before[-1:]) + rb"([ \n\t]*)" + re.escape(character)
     usual = [b" " if before[-1:] in (b",", b":") else b"", *re.findall(pattern, before)][-1]

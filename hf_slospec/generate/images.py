@@ -1,5 +1,5 @@
-"""Prompts of a call that the model's own forward processes: with images, audio or video, or seen
-from both sides.
+"""``WholePrompts``: prompts that the model's own forward prefills as a whole, since they contain
+images, audio or video or their tokens attend to later ones.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, cache_option, v
 
 
 def names_beside_text(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the names of inputs that are images, audio or video, or say where in the text those
-    are.
+    """Return the names of the inputs that are images, audio or video, or that state their positions
+    in the text; empty for a mere text.
     """
     modalities = model.input_modalities
     if not set([modalities] if isinstance(modalities, str) else modalities) - {"text"}:
         return []
     names = [name for name, value in model_kwargs.items() if _holds_tensors(value)]
     if names == ["mm_token_type_ids"] and not bool(model_kwargs["mm_token_type_ids"].any()):
-        return []  # processors return the types of tokens for a mere text, too
+        return []  # processors return mm_token_type_ids (all zeros) for a mere text, too
     return names
 
 
@@ -45,8 +45,8 @@ def _holds_tensors(value: Any) -> bool:
 
 @contextlib.contextmanager
 def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
-    """Reset, on exit, the ``rope_deltas`` that stock ``generate`` leaves for calls that continue
-    its cache.
+    """Reset the model's ``rope_deltas`` on exit to their values on entry. Stock ``generate`` sets
+    them for later calls that continue its cache.
     """
     owners: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]
     before = [owner.rope_deltas for owner in owners]
@@ -58,11 +58,12 @@ def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
 
 
 class WholePrompts:
-    """The prompts of one call, processed as stock ``generate`` does: by one forward of the model,
-    with all inputs.
+    """The prompts of one call, prefilled by one forward of the model with all inputs, as stock
+    ``generate`` does it.
 
-    Prompts of one call share that forward. A prompt that is needed again after preemption is
-    forwarded again."""
+    All prompts of the call share that forward. A prompt that is needed again after preemption is
+    forwarded again.
+    """
 
     def __init__(
         self,
@@ -71,10 +72,16 @@ class WholePrompts:
         model_kwargs: dict[str, Any],
         names: Sequence[str],
     ):
-        """Keep the inputs that stock ``generate`` prepared; ``names``: the inputs beside the text.
+        """Take the inputs that stock ``generate`` prepared.
+
+        Args:
+            packed: the target.
+            prompt: the prompts' tokens.
+            model_kwargs: the inputs by name.
+            names: names of the inputs that are images, audio or video.
 
         Raises:
-            UnsupportedOptionError, UnsupportedInputError: they cannot be speculated.
+            UnsupportedOptionError, UnsupportedInputError: the inputs cannot be speculated.
         """
         self._model: Any = packed.model
         self._prompt = prompt
@@ -84,7 +91,9 @@ class WholePrompts:
         }
         self._inputs["use_cache"] = True
         self._is_exact = packed.exact is not None
-        self._prefilled: dict[int, Prefilled] = {}  # by row, until its request takes it
+        self._prefilled: dict[
+            int, Prefilled
+        ] = {}  # keyed by row; removed when prefill() returns it
         listed = ", ".join(names)
         kind = type(self._model).__name__
         if self._is_exact and names and len(prompt.tokens) > 1:
@@ -103,7 +112,8 @@ class WholePrompts:
                 f"{CACHE_NAME} that holds tokens cannot be combined with slo_tpot and {what}; pass the whole text "
                 "with all of its images, without the cache"
             )
-        if names and not _placeholders(self._model.config):  # the model puts them before the text
+        # Without placeholder tokens, the model inserts image embeddings before the text.
+        if names and not _placeholders(self._model.config):
             raise UnsupportedOptionError(
                 f"{what} of {kind}, which has no placeholder tokens for them, cannot be combined with slo_tpot; call "
                 "generate without slo_tpot"
@@ -119,14 +129,14 @@ class WholePrompts:
         model_kwargs: dict[str, Any],
         names: list[str],
     ) -> WholePrompts | None:
-        """Return the prompts of a call, or None if they can be processed in chunks."""
+        """Return the prompts of a call, or None if they can be prefilled in chunks."""
         if names or sees_later_tokens(packed.model) or packed.prefills_alone:
             return cls(packed, prompt, model_kwargs, names)
         return None
 
     def _check_ends(self) -> None:
-        """Refuse prompts that end with an image: their last token is verified like the new ones, as
-        text.
+        """Raise UnsupportedInputError if a prompt ends with an image: the last token is verified
+        together with draft tokens, which are text.
         """
         kinds = self._inputs.get("mm_token_type_ids")
         last = self._prompt.tokens[:, -1]
@@ -142,7 +152,7 @@ class WholePrompts:
             )
 
     def prefill(self, row: int) -> Prefilled:
-        """Return one row's prefilled prompt; the caller must hold the model's lock."""
+        """Return one row's prefilled prompt. The caller must hold the model's lock."""
         if self._is_exact:
             return self._process_alone(row)
         if row not in self._prefilled:
@@ -151,8 +161,8 @@ class WholePrompts:
 
     @torch.no_grad()
     def _process_alone(self, row: int) -> Prefilled:
-        """Return one row's prefilled prompt, by the forward that stock ``generate`` would begin
-        with for it alone.
+        """Prefill one row by itself, with the forward that stock ``generate`` would run for that
+        row alone.
         """
         columns = self._prompt.columns_of(row)
         cache, inputs, logits = self._forwarded(
@@ -167,15 +177,18 @@ class WholePrompts:
     def _forwarded(
         self, part: Callable[[Any], torch.Tensor]
     ) -> tuple[DynamicCache, dict[str, Any], torch.Tensor]:
-        """Run the model's own forward on a part of all inputs that have one number per token.
+        """Run the model's own forward on a part of the inputs.
+
+        Args:
+            part: selects rows and columns of a tensor that has one number per token.
 
         Returns:
-            The cache, the inputs that stock prepared for the forward, and the last logits,
-            [num_rows, vocab].
+            The cache, the inputs that the model prepared for the forward, and the last position's
+            logits, [num_rows, vocab].
         """
         cache = own_cache(self._model)
         ids = self._prompt.tokens
-        # Copied, as models add what they have encoded to the dict of encoder outputs.
+        # Dicts are copied, as models add encoder outputs to them.
         inputs = {
             name: dict(value) if isinstance(value, dict) else value
             for name, value in self._inputs.items()
@@ -188,10 +201,11 @@ class WholePrompts:
 
     @torch.no_grad()
     def _process(self) -> list[Prefilled]:
-        """Return the prefilled prompts of all rows, by one forward of the model.
+        """Prefill all rows by one forward of the model.
 
-        The last token is verified like new ones. It is left out where layers keep states, which
-        cannot be undone."""
+        The last token is verified together with draft tokens afterwards. If layers keep recurrent
+        states, the forward leaves it out, since a state cannot be rolled back.
+        """
         num_left_out = int(self._family.has_states)
         end = self._prompt.tokens.shape[1] - num_left_out
         cache, inputs, logits = self._forwarded(lambda by_token: by_token[..., :end])
@@ -210,7 +224,7 @@ class WholePrompts:
 
 
 def _is_by_token(value: Any, ids: torch.Tensor) -> bool:
-    """Return whether an input has one integer per token, such as masks, or positions on one or
+    """Return whether an input has one integer per token, such as a mask, or positions on one or
     several axes.
     """
     return (
@@ -221,7 +235,7 @@ def _is_by_token(value: Any, ids: torch.Tensor) -> bool:
 
 
 def _placeholders(config: Any) -> list[int]:
-    """Return the tokens that stand for images, audio or video."""
+    """Return the ids of the tokens that stand for images, audio or video in a prompt."""
     names = [
         f"{kind}_token_{key}" for kind in ("image", "video", "audio") for key in ("id", "index")
     ]
@@ -229,12 +243,13 @@ def _placeholders(config: Any) -> list[int]:
 
 
 def _last_position(position_ids: torch.Tensor | None, row: int, counted: int) -> int:
-    """Return the position of a row's last token, which is ``counted`` if the model counts positions
-    itself.
+    """Return the position of a row's last token.
 
     Args:
         position_ids: [batch, length] int64, or [num_axes, batch, length]; text has the same
-            position on all axes.
+            position on all axes. None: the model counts positions itself.
+        row: index of the row.
+        counted: the position if the model counts.
     """
     if position_ids is None:
         return counted

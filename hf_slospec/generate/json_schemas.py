@@ -1,5 +1,5 @@
-"""Conversion of clients' JSON schemas to ones that llguidance follows, with closed objects and
-known formats.
+"""Conversion of a client's JSON schema to one that llguidance can follow, whose objects allow no
+additional properties and whose formats it knows.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from urllib.parse import unquote
 
 from hf_slospec.errors import InvalidInputError
 
-_Names = dict[str, bool]  # schemas that allow any value, by name
+_Names = dict[str, bool]  # property name -> True, the schema that allows any value
 
 ALTERNATIVES = ("anyOf", "oneOf")
-PARTS = ("allOf", *ALTERNATIVES)  # keywords whose schemas describe the same value
-MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by name
+PARTS = ("allOf", *ALTERNATIVES)  # keywords with a list of schemas for the same value
+MAPS = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+)  # keywords with a dict of schemas
 INNER = ("items", "prefixItems", "additionalProperties")  # keywords with schemas of inner values
 # Formats that llguidance knows.
 FORMATS = (
@@ -31,7 +36,8 @@ FORMATS = (
     "uuid",
 )
 
-MAX_LISTED = 20_000  # properties that compositions list in all, each as often as it is listed again
+# Bound on the work: number of properties that all compositions list, with duplicates.
+MAX_LISTED = 20_000
 
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _V4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
@@ -42,8 +48,8 @@ _V6_INTERFACE = rf"{_V6}(?:/(?:12[0-8]|1[01]\d|[1-9]?\d))?"
 
 
 def _v4_networks() -> Iterator[str]:
-    """Yield patterns of IPv4 networks by the number of their whole bytes: other bits than the
-    network's are 0.
+    """Yield regular expressions of IPv4 networks by prefix length: all bits after the prefix are
+    0.
     """
     for num_bytes in range(4):
         before = rf"{_BYTE}\." * num_bytes
@@ -58,13 +64,13 @@ _V4_NETWORK = "|".join(_v4_networks())
 _V6_NETWORK = "|".join(
     [*(rf"{_HEX}(?::{_HEX}){{{n - 1}}}::/{16 * n}" for n in range(1, 8)), "::/0", f"{_V6}(?:/128)?"]
 )
-# Groups of four characters for three bytes of ASCII, as strings of pydantic's Base64Str are decoded
-# to UTF-8.
+# Base64 strings whose bytes are ASCII, since pydantic decodes a Base64Str to UTF-8: the first two
+# characters of a group of four, its third character, and an incomplete last group.
 _OF_TWO = "[A-Za-f][A-HQ-Xg-nw-z0-3]"
 _OF_THREE = "[ABEFIJMNQRUVYZcdghklopstwx014589]"
 _BASE64_END = rf"(?:[A-Za-f][AQgw]==|{_OF_TWO}[AEIMQUYcgkosw048]=)?"
 
-# Patterns of pydantic's formats; it refuses other strings.
+# Format of pydantic's types -> regular expression of the strings that pydantic accepts.
 PATTERNS = {
     "base64": rf"(?:{_OF_TWO}{_OF_THREE}[A-Za-z0-9+/])*{_BASE64_END}",
     "base64url": rf"(?:{_OF_TWO}{_OF_THREE}[A-Za-z0-9_-])*{_BASE64_END}",
@@ -78,12 +84,12 @@ PATTERNS = {
 
 
 def to_follow(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that llguidance can follow, with ``additionalProperties`` false where it is
-    left out.
+    """Return a schema changed so that llguidance can follow it; ``additionalProperties`` becomes
+    false where it is not set.
 
-    An object that lists no properties may have any. Where several schemas describe one object
-    (``allOf``, a reference beside properties), it may have the properties of all of them. Formats
-    that neither llguidance nor ``PATTERNS`` have are annotations.
+    An object that lists no properties may have any. If several schemas describe one object
+    (``allOf``, or a reference beside properties), it may have the properties of all of them.
+    Formats that are neither in ``FORMATS`` nor in ``PATTERNS`` are ignored.
 
     Raises:
         InvalidInputError: the schema nests too deeply, or its compositions list too many
@@ -97,13 +103,16 @@ def to_follow(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Closing:
-    """Closes the objects of one schema; inner schemas are known by JSON pointers, as in ``$ref``."""
+    """Converts one schema so that its objects allow no additional properties. Inner schemas are
+    identified by JSON pointers, as in ``$ref``.
+    """
 
     def __init__(self, schema: dict[str, Any]):
         self._nodes: dict[str, dict[str, Any]] = {}
         self._names: dict[str, _Names | None] = {}
         self._num_listed = 0
-        # Schemas of a part of an object, which is closed by the schema of the whole.
+        # Pointers of schemas that describe a part of an object: they must allow other properties,
+        # and the schema of the whole object forbids them.
         self._open: set[str] = set()
         self._collect(schema, "#")
         for at in self._nodes:
@@ -112,7 +121,9 @@ class _Closing:
                     self._leave_open(part)
 
     def closed(self, node: Any, at: str) -> Any:
-        """Return a schema with closed objects and known formats."""
+        """Return a schema, at the JSON pointer ``at``, whose objects are closed and whose formats
+        are known.
+        """
         if not isinstance(node, dict):
             return node
         at = _based(node, at)
@@ -121,7 +132,7 @@ class _Closing:
             del closed["format"]
             if kind in PATTERNS:
                 closed["allOf"] = [*_list(closed, "allOf"), {"pattern": f"^(?:{PATTERNS[kind]})$"}]
-        if node.get("uniqueItems") is False:  # llguidance refuses the keyword
+        if node.get("uniqueItems") is False:  # the default, but llguidance refuses the keyword
             del closed["uniqueItems"]
         if (
             at in self._open
@@ -150,7 +161,10 @@ class _Closing:
             _mapped(node, at, self._collect)
 
     def _parts(self, at: str) -> list[list[str]]:
-        """Return the other schemas of the same value; alternatives are one list."""
+        """Return the pointers of the other schemas that describe the same value, as a list of
+        lists: the members of one ``anyOf`` or ``oneOf`` are in one list, every other schema is in a
+        list by itself.
+        """
         node = self._nodes[at]
         alternatives = [
             [f"{at}/{key}/{place}" for place in range(len(_list(node, key)))]
@@ -164,7 +178,7 @@ class _Closing:
         return parts
 
     def _is_composed(self, at: str) -> bool:
-        """Return True if several schemas list properties of the same object."""
+        """Return whether several schemas list properties of the same object."""
         parts = [any(self._names_at(each) != {} for each in part) for part in self._parts(at)]
         return sum(parts) + bool(_own_names(self._nodes[at])) > 1
 
@@ -175,9 +189,11 @@ class _Closing:
                 self._leave_open(part)
 
     def _names_at(self, at: str) -> _Names | None:
-        """Return the properties that a schema and its parts list; None if they allow others."""
+        """Return the properties that a schema and its parts list; None if they allow any other
+        property.
+        """
         if at not in self._names:
-            self._names[at] = {}  # for references to itself
+            self._names[at] = {}  # ends the recursion if the schema refers to itself
             self._names[at] = self._listed_names(at)
         return self._names[at]
 
@@ -203,14 +219,14 @@ class _Closing:
 
 
 def _own_names(node: dict[str, Any]) -> _Names:
-    """Return the properties that a schema itself lists or requires, as schemas that allow any
-    value.
+    """Return the properties that a schema itself lists or requires, each with a schema that allows
+    any value.
     """
     return dict.fromkeys([*_dict(node, "properties"), *map(str, _list(node, "required"))], True)
 
 
 def _mapped(node: dict[str, Any], at: str, change: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Return a schema with its inner schemas changed; ``change`` takes a schema and its pointer."""
+    """Return a schema in which ``change`` was applied to each inner schema and its pointer."""
     mapped = dict(node)
     for key in (*PARTS, *INNER, *MAPS):
         place = f"{at}/{key}"
@@ -227,7 +243,7 @@ def _mapped(node: dict[str, Any], at: str, change: Callable[[Any, str], Any]) ->
 
 
 def _based(node: dict[str, Any], at: str) -> str:
-    """Return the pointer of a schema, which its own identifier replaces."""
+    """Return the pointer of a schema, which is its ``$id`` if it has one."""
     return f"{base.rstrip('#')}#" if isinstance(base := node.get("$id"), str) else at
 
 

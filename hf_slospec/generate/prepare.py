@@ -1,5 +1,6 @@
-"""Preparation of a call: stock ``generate`` prepares inputs, processors and criteria, of which the
-parameters of requests are made.
+"""Preparation of a call: stock ``generate`` prepares inputs, logits processors and stopping
+criteria, from which the parameters of the requests are made. Refused calls fall back to stock
+``generate`` in ``generate/call.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from hf_slospec.request.params import RequestParams, SubmitOptions
 from hf_slospec.request.request import NewNoise, Request
 from hf_slospec.request.slo import SLOTpot, Stages, parse_slo
 
-# Keyword arguments from stock that the package handles, or that do not affect the output.
+# Inputs that stock generate prepares and that speculation handles or may ignore; other inputs are
+# refused.
 PREPARED = {
     *CACHE_NAMES,
     "attention_mask",
@@ -66,7 +68,7 @@ TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ``generate``, ready to be decoded."""
+    """A call of ``generate`` that is ready to be decoded."""
 
     params: list[RequestParams]  # one per row
     arrived_s: float
@@ -74,7 +76,7 @@ class Call:
     stock: StockCall
     speculator: Speculator
     encoder: EncoderOutputs | None = None
-    # A generate of the model's class, which takes stock's output, puts the call's parts together
+    # The call decodes one part of an output that the class's own generate assembles.
     is_part: bool = False
     has_images: bool = False  # the prompts hold images, audio or video
 
@@ -82,12 +84,13 @@ class Call:
         """Return the sampler of the call's rows.
 
         Args:
-            seed: seed of the noise; None: the global generator draws it.
+            seed: seed of the noise; None: the seed is drawn from torch's global generator.
             sharing: number of samplers that share the memory for noise.
         """
         num_rows = len(self.params)
         has_callbacks = self.rows.has_callbacks
-        # Rows of a batch draw ahead of each other in any case.
+        # The user's callbacks may draw from the global generator, too, so a single row must draw
+        # noise in the same order as stock. The rows of a batch cannot in any case.
         may_draw = has_callbacks and seed is None and num_rows == 1 and self.stock.config.do_sample
         return StockSampler(
             [processors_of_row(self.stock.processors, row, num_rows) for row in range(num_rows)],
@@ -103,13 +106,15 @@ class Call:
         )
 
     def begin(self, new_noise: NewNoise | None = None) -> None:
-        """Make the requests of a ``generate`` call."""
+        """Create the requests of a ``generate`` call."""
         self.rows.requests = [
             Request(one.row, one, self.arrived_s, new_noise=new_noise) for one in self.params
         ]
 
     def noise_of(self, sampler: StockSampler, request: Request) -> Coupling | None:
-        """Return the noise of a request's sampler for its drafts, if they can use it."""
+        """Return the noise with which the sampler will choose a request's tokens, in a form that
+        drafts use; None if drafts cannot use it.
+        """
         is_coupled = sampler.do_sample and self.speculator.config.coupling
         for_draft = draft_processors(sampler.processors[request.params.row]) if is_coupled else None
         return (
@@ -129,18 +134,21 @@ def prepare(
     is_idle: bool = True,
     new_stop_strings: NewStopStrings = StopStrings,
 ) -> Call:
-    """Check a call and return it as stock ``generate`` would begin to decode it.
+    """Check a call, let stock ``generate`` prepare it up to its decoding loop, and return it ready
+    to be decoded.
 
     Args:
-        arguments: those of stock ``generate``, by name.
-        options: of a submitted request; None for a call of ``generate``.
+        speculator: the target and its drafter.
+        slo_tpot: as callers pass it.
+        arguments: the arguments of stock ``generate`` by name.
+        options: options of a submitted request; None for a call of ``generate``.
         earlier: metrics of the request that a submitted one continues.
         is_idle: see :meth:`Speculator.renew`.
-        new_stop_strings: makes the criterion of ``stop_strings``.
+        new_stop_strings: makes the stopping criterion for ``stop_strings``.
 
     Raises:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError,
-        IncompatibleDraftError: the call cannot be speculated; nothing has been changed.
+            IncompatibleDraftError: the call cannot be speculated; no state has changed.
     """
     arrived_s = speculator.target.ranks.clock()
     model = speculator.target.model
@@ -154,7 +162,7 @@ def prepare(
         )
     calls = list[StockCall]()
     error: Exception | None = None
-    # Stock may forward the image encoder.
+    # Hold the lock if stock generate may run the image encoder.
     with speculator.lock if has_images else contextlib.nullcontext():
         try:
             output = run_stock(
@@ -177,14 +185,15 @@ def generate_in_parts(
     arguments: dict[str, Any],
     decode: Callable[[Call], Any],
 ) -> Any:
-    """Run a ``generate`` that calls transformers' once per part of the output, with ``decode`` in
-    its place.
+    """Run a model class's own ``generate`` that calls transformers' once per part of the output,
+    and let ``decode`` replace those calls.
 
-    Whisper's decodes long audio in segments, and each again at higher temperatures if its text
-    looks wrong. One that is not transformers' own may do anything with the output.
+    Whisper's ``generate`` decodes long audio in segments, and decodes a segment again at higher
+    temperatures if its text looks wrong. The ``generate`` of other libraries may process the output
+    in any way.
 
     Raises:
-        As :func:`prepare`.
+        SLOSpecError: as raised by :func:`prepare`.
     """
     slo = _check(speculator, slo_tpot, arguments)
     model = speculator.target.model
@@ -214,9 +223,11 @@ def generate_in_parts(
 def _check(
     speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True
 ) -> Stages | list[Stages]:
-    """Check a call's arguments before stock sees them, renew the models, and return the parsed SLO."""
+    """Check a call's arguments before stock ``generate`` gets them, update the packed models, and
+    return the parsed SLO.
+    """
     model = speculator.target.model
-    if has_own_generate(model):  # transformers' must be reached through it
+    if has_own_generate(model):  # it must pass custom_generate on to transformers' generate
         parameters = signature(type(model).generate).parameters
         takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters.values())
         if "custom_generate" not in parameters and not takes_all:
@@ -238,8 +249,13 @@ def _check(
 def stages_by_row(
     slo: Stages | list[Stages], num_rows: int, num_return_sequences: int = 1
 ) -> list[Stages]:
-    """Return every row's stages; a list may hold one SLO per prompt (for all its returned
-    sequences) or per row.
+    """Return the stages of every row.
+
+    Args:
+        slo: stages of all rows; or a list with the stages of each prompt, which apply to all
+            sequences returned for it, or of each row.
+        num_rows: number of rows.
+        num_return_sequences: number of rows per prompt.
 
     Raises:
         InvalidInputError: the list has another length.
@@ -258,11 +274,14 @@ def stages_by_row(
 def validated_inputs(
     checked: CheckedModel, stock: StockCall
 ) -> tuple[dict[str, Any], list[str], EncoderOutputs | None]:
-    """Return the decoder's inputs that stock ``generate`` prepared, the names of those that are
-    images, audio or video, and the encoder's inputs.
+    """Check what stock ``generate`` prepared.
+
+    Returns:
+        The decoder's inputs by name; the names of inputs that are images, audio or video; and the
+        encoder's outputs, None for a decoder-only model.
 
     Raises:
-        UnsupportedModelError, UnsupportedOptionError: they cannot be speculated.
+        UnsupportedModelError, UnsupportedOptionError: the inputs or options cannot be speculated.
     """
     model = checked.model
     _, processors, criteria, config, inputs, _ = stock
@@ -277,7 +296,7 @@ def validated_inputs(
     inputs, encoder = checked.packed.family.prepared(model, stock.inputs, inputs)
     if encoder is None:
         names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
-        # Tokenizers of BERT write token types for a mere text, too.
+        # BERT tokenizers return token_type_ids even for a single text.
         types = None if names else inputs.get("token_type_ids")
         if types is not None:
             is_led = checked.ranks.is_led
@@ -304,7 +323,7 @@ def validated_inputs(
         raise UnsupportedOptionError(
             f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out"
         )
-    # Processes of a tensor-parallel model must do the same.
+    # The processes of a tensor-parallel model must stop at the same token.
     if checked.ranks.num_deciding > 1 and any(isinstance(c, MaxTimeCriteria) for c in criteria):
         raise UnsupportedOptionError(
             "max_time cannot be combined with slo_tpot and a tensor-parallel model, whose processes would stop at "
@@ -330,7 +349,7 @@ def _call(
     options: SubmitOptions | None = None,
     earlier: RequestMetrics | None = None,
 ) -> Call:
-    """Return the call of what stock prepared, with the parameters of its requests."""
+    """Create a call from what stock ``generate`` prepared, with the parameters of its requests."""
     checked = speculator.target
     model = checked.model
     input_ids, processors, criteria, config, *_ = stock

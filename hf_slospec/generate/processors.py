@@ -1,5 +1,5 @@
-"""Logits processors for single rows of a call, where stock's hold state or arguments per row of the
-batch.
+"""Logits processors for single rows of a call: copies of processors that hold state or arguments
+per row, and the processors that draft models apply.
 """
 
 from __future__ import annotations
@@ -46,25 +46,29 @@ from hf_slospec.model.whose_code import library_of
 
 
 def is_stock(callback: Any) -> bool:
-    """Return whether transformers defines the class of a callback."""
+    """Return whether transformers defines the class of a logits processor, stopping criterion or
+    streamer.
+    """
     return type(callback).__module__.startswith("transformers.generation.")
 
 
 def is_users(callback: Any) -> bool:
-    """Return whether the user wrote a callback, or a function that it calls."""
+    """Return whether a logits processor, criterion or streamer runs code of the user."""
     is_ours = library_of(type(callback)) == "hf_slospec"
     calls_users = isinstance(callback, PrefixConstrainedLogitsProcessor)
     return calls_users or not (is_stock(callback) or is_ours)
 
 
 def copied_for_row(callback: Any) -> Any:
-    """Return a deep copy of a user's callback that shares the models it holds."""
+    """Return a deep copy of a user's processor or criterion; the models that it holds are shared,
+    not copied.
+    """
     return copy.deepcopy(callback, {id(module): module for module in _modules_in(callback, set())})
 
 
 def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
-    """Yield the modules that an object holds, in containers, partial functions and bound methods,
-    too.
+    """Yield the torch modules that an object refers to, directly or in containers, partial
+    functions and bound methods.
     """
     if id(value) in seen:
         return
@@ -86,21 +90,29 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
 
 
 class OccurrencePenalties(LogitsProcessor):
-    """Processor that lowers the logits of tokens in the output: by one penalty per occurrence, by
-    the other once.
+    """OpenAI's presence and frequency penalties, which lower the logits of tokens that occur in the
+    output: by ``presence`` once, and by ``frequency`` per occurrence.
 
-    Source: OpenAI's API reference. Tokens of the prompt do not count, as in vLLM.
+    As in vLLM, tokens of the prompt do not count.
     """
 
     def __init__(self, prompt_len: int, presence: float, frequency: float):
-        """``prompt_len``: tokens of the prompt, padding included."""
+        """``prompt_len``: number of prompt tokens at the beginning of ``input_ids``, padding
+        included.
+        """
         self.prompt_len = prompt_len
         self.presence = presence
         self.frequency = frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores with penalties, [num_rows, vocab]; ``input_ids`` [num_rows, length]
-        int64.
+        """Subtract the penalties from the scores.
+
+        Args:
+            input_ids: [num_rows, length] int64.
+            scores: [num_rows, vocab].
+
+        Returns:
+            [num_rows, vocab].
         """
         new = input_ids[:, self.prompt_len :]
         counts = torch.zeros_like(scores).scatter_add_(
@@ -109,7 +121,7 @@ class OccurrencePenalties(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
-IGNORE_SEQUENCE = {
+IGNORE_SEQUENCE = {  # processors that read scores only, not input_ids
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
@@ -122,7 +134,7 @@ IGNORE_SEQUENCE = {
     TopPLogitsWarper,
     TypicalLogitsWarper,
 }
-READ_ON_DEVICE = {  # read input_ids, or only its length, without waiting for the device
+READ_ON_DEVICE = {  # processors that read input_ids, or its length, without waiting for the device
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -137,19 +149,20 @@ READ_ON_DEVICE = {  # read input_ids, or only its length, without waiting for th
 
 def ignore_sequence(processors: list[Any]) -> bool:
     """Return whether no processor reads ``input_ids``, so that nodes of several rows may be
-    processed together.
+    processed in one call.
     """
-    # A subclass may do anything.
+    # Exact types, as a subclass may read input_ids.
     return all(type(processor) in IGNORE_SEQUENCE for processor in processors)
 
 
 def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
-    """Return the processors of a row that its draft applies as well; None if its noise cannot be
-    foreseen.
+    """Return the processors of a row that its drafts apply as well; None if the row's noise cannot
+    be known in advance.
 
-    Processors that wait for the device, keep state or forward a model are left out, which costs
-    acceptance only. One that the user wrote, or that calls the user's function, may draw from the
-    generator that the noise comes from."""
+    Processors that wait for the device, keep state or run a model are left out, which only lowers
+    the acceptance rate. With a processor that runs code of the user the result is None, since that
+    code may draw from the same random generator as the noise.
+    """
     if any(map(is_users, processors)):
         return None
     return [
@@ -160,12 +173,14 @@ def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
 
 
 def draft_grammar(processors: Sequence[Any]) -> DraftGrammar | None:
-    """Return the grammar that constrains a row's drafts; None without a JSON constraint."""
+    """Return the grammar that a row's draft trees follow; None if no processor is a JSON
+    constraint.
+    """
     return next((p.for_drafts() for p in processors if isinstance(p, JSONConstraint)), None)
 
 
 def _for_beam(processor: Any) -> Any:
-    """Return the processor in a form that accepts several continuations of one row."""
+    """Return a processor in a form that accepts several continuations of one row as a batch."""
     if isinstance(processor, JSONConstraint):
         return processor.for_drafts()
     if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
@@ -175,11 +190,12 @@ def _for_beam(processor: Any) -> Any:
 
 
 def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[Any]:
-    """Return the call's processors for ``[1, length]`` inputs of one row, called once per token and
-    in order.
+    """Return the call's processors for a single row, i.e. for ``[1, length]`` inputs; each must be
+    called once per token and in order.
 
-    Those of transformers are stateless or restricted to the row here. A user's are copied per row,
-    as they may have state; one that tells rows apart by their index in the batch cannot work.
+    Processors of transformers are used as they are if they have no state, else restricted to the
+    row. A user's processors are copied per row, as they may have state; a processor that reads its
+    rows' indices in the batch cannot work.
     """
     return [_for_row(processor, row, num_rows) for processor in processors]
 
@@ -192,7 +208,7 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
         copied.prompt_ignore_length = ignored[row : row + 1]
         return copied
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        # One per prompt, not per returned sequence.
+        # encoder_input_ids has one row per prompt, not per returned sequence.
         prompt = row * len(processor.encoder_input_ids) // num_rows
         copied.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
         return copied
@@ -201,11 +217,12 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
         copied.generated_ngrams = processor.generated_ngrams[prompt : prompt + 1]
         copied.batch_size = 1
         return copied
-    if type(processor) is PrefixConstrainedLogitsProcessor:  # a subclass may do anything
+    if type(processor) is PrefixConstrainedLogitsProcessor:  # not a subclass, which may override it
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), num_beams=1)
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        copied.unconditional_context = {  # the row's negative prompt and cache; the model is shared
+        # The row's part of the negative prompt, and a cache of its own; the model is shared.
+        copied.unconditional_context = {
             name: value[row : row + 1]
             if isinstance(value, torch.Tensor) and len(value) == num_rows
             else value
@@ -218,8 +235,8 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
 
 
 class _NoSpeechOfRow:
-    """Whisper's detection of silence, which records one probability per row for Whisper's
-    ``generate`` to read.
+    """Whisper's detection of silence for one row. It records one probability per row, which
+    Whisper's ``generate`` reads.
     """
 
     def __init__(self, of_batch: WhisperNoSpeechDetection, row: int):
@@ -228,7 +245,8 @@ class _NoSpeechOfRow:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         shared: Any = self._of_batch
-        if shared.start_of_trans_offset > 1:  # a forward of the whole batch tells those of all rows
+        # The processor runs a forward for all rows of the batch, so it is called for row 0 only.
+        if shared.start_of_trans_offset > 1:
             return scores if self._row else shared(input_ids, scores)
         if input_ids.shape[1] == shared.begin_index:
             own = copy.copy(shared)

@@ -1,5 +1,5 @@
-"""The prompts of a call: tokens, embeddings and cache that the model processes before the first new
-token.
+"""``CallInputs``, the prompts of a call (tokens, embeddings, given cache), their checks, and the
+log probabilities of prompts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ from hf_slospec.scheduler.prefill import CHUNK
 
 @dataclass
 class CallInputs:
-    """Inputs of the first forward of stock ``generate``: one column per token, the cached ones
-    first.
-    """
+    """Inputs of stock ``generate``'s first forward: one column per token, cached tokens first."""
 
     tokens: torch.Tensor  # [batch, length] int64
-    mask: torch.Tensor  # [batch, length] bool, False = padding
-    embeds: torch.Tensor | None  # [batch, length, hidden], in place of the tokens' embeddings
-    cache: Any  # a transformers cache that holds the first num_cached columns, or None
+    mask: torch.Tensor  # [batch, length] bool, False: padding
+    embeds: torch.Tensor | None  # [batch, length, hidden], instead of the tokens' embeddings
+    cache: Any  # a transformers cache that holds the first num_cached columns; None: no cache
     num_cached: int
 
     @classmethod
@@ -56,12 +54,20 @@ class CallInputs:
         embedding: torch.nn.Module,
         has_own_positions: bool = False,
     ) -> CallInputs:
-        """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions
-        are not checked.
+        """Take the inputs that stock ``generate`` prepared.
+
+        Args:
+            input_ids: [batch, length] int64.
+            model_kwargs: the other inputs by name.
+            config: generation config of the call.
+            embedding: the model's embedding layer, with which tokens are guessed from
+                ``inputs_embeds``.
+            has_own_positions: the model computes positions itself, so ``position_ids`` are not
+                checked.
 
         Raises:
-            InvalidInputError, UnsupportedOptionError: they contradict each other, or cannot be
-                speculated.
+            InvalidInputError, UnsupportedOptionError: the inputs contradict each other, or cannot
+                be speculated.
         """
         embeds = model_kwargs.get("inputs_embeds")
         mask = model_kwargs.get("attention_mask")
@@ -77,7 +83,7 @@ class CallInputs:
             tokens = input_ids if input_ids.shape[1] else nearest_tokens(embeds, embedding)
         elif num_cached:
             length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-            # Only new tokens were passed; earlier ones are in the cache alone.
+            # Only new tokens were passed, so the cached ones are unknown; zeros stand for them.
             if length != input_ids.shape[1]:
                 tokens = torch.cat(
                     (input_ids.new_zeros(len(input_ids), num_cached), input_ids), dim=1
@@ -104,7 +110,9 @@ class CallInputs:
         return prompt
 
     def _check_positions(self, position_ids: torch.Tensor | None) -> None:
-        """Refuse positions other than those of the tokens, counted without padding."""
+        """Raise UnsupportedOptionError unless ``position_ids`` count each row's tokens from 0,
+        padding excluded.
+        """
         if position_ids is None:
             return
         expected = (self.mask.long().cumsum(-1) - 1).masked_fill(~self.mask, 0)
@@ -117,13 +125,15 @@ class CallInputs:
 
     @property
     def is_cache_given(self) -> bool:
-        """Return whether the caller passed the cache, and so expects the K/V of the text in it."""
+        """Return whether the caller passed the cache, and so expects it to hold the K/V of the
+        whole text after the call.
+        """
         return getattr(self.cache, "_is_user_defined", False)
 
     @property
     def cached_shapes(self) -> list[tuple[int, int]]:
-        """Heads and K size of each layer that a cache from an earlier call holds; empty without
-        one.
+        """Number of heads and size of K in each layer of a cache from an earlier call; empty
+        without such a cache.
         """
         return [
             (layer.keys.shape[1], layer.keys.shape[-1])
@@ -132,18 +142,16 @@ class CallInputs:
         ]
 
     def columns_of(self, row: int) -> torch.Tensor:
-        """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64, on the
-        host
-        """
+        """Return the columns of a row that are not padding.  -> [prompt_len] int64, on the CPU"""
         return self._on_host[1][row].nonzero()[:, 0]
 
     @cached_property
     def _on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and mask, copied once: each read of a row would wait for the device."""
+        """Tokens and mask on the CPU. Copied once, since every copy waits for the device."""
         return self.tokens.cpu(), self.mask.cpu()
 
     def tokens_of(self, row: int) -> list[int]:
-        """Return a row's tokens, padding left out.
+        """Return a row's tokens without padding.
 
         Raises:
             UnsupportedInputError: the row is padded on the right.
@@ -159,14 +167,17 @@ class CallInputs:
     def check(
         self, checked: CheckedModel, max_new_tokens: int, padded_len: int, has_placeholders: bool
     ) -> None:
-        """Refuse prompts that the target cannot process exactly.
+        """Refuse prompts that the target cannot process exactly as stock ``generate`` does.
 
         Args:
-            padded_len: length of the prompts as the caller gets them back.
-            has_placeholders: ids beyond the vocabulary may stand for images.
+            checked: the target.
+            max_new_tokens: maximum number of new tokens.
+            padded_len: length of the rows that the caller gets back.
+            has_placeholders: token ids beyond the vocabulary may stand for images.
 
         Raises:
-            InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
+            InvalidInputError, UnsupportedInputError, UnsupportedOptionError: the message names the
+                row and the argument.
         """
         target = checked.packed
         limit = target.max_positions
@@ -181,7 +192,7 @@ class CallInputs:
                 raise UnsupportedInputError(
                     f"row {row} of input_ids is empty or all padding; give it at least one token"
                 )
-            if limit is not None and max_len - 1 > limit:  # the last needs no position
+            if limit is not None and max_len - 1 > limit:  # the last new token is not forwarded
                 raise UnsupportedInputError(
                     f"row {row}: prompt of {length} tokens + max_new_tokens={max_new_tokens} "
                     f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
@@ -216,10 +227,10 @@ class CallInputs:
     def _check_rope(
         self, checked: CheckedModel, longest: int, padded_len: int, max_new_tokens: int
     ) -> None:
-        """Refuse outputs that may grow beyond a change of RoPE where stock computes K/V again, or
-        RoPE is not known.
+        """Raise UnsupportedOptionError if an output may grow to a length at which RoPE changes, and
+        either stock ``generate`` recomputes K/V there or the RoPE type is not known.
 
-        Models for which stock does so prepare inputs by a method of their own.
+        Stock recomputes K/V for models whose class overrides ``prepare_inputs_for_generation``.
         """
         model: Any = checked.model
         stock_prepares = GenerationMixin.prepare_inputs_for_generation
@@ -242,7 +253,7 @@ class CallInputs:
                 )
 
     def load_into(self, requests: list[Request], sequences: Sequences) -> None:
-        """Pass embeddings and cached K/V to the sequences of the requests, one per row."""
+        """Load embeddings and cached K/V of each row into the sequence of its request."""
         sequences.reserve(requests)
         if self.embeds is None and not self.num_cached:
             return
@@ -259,11 +270,14 @@ class CallInputs:
                 request.kv.num_cached = len(cached)
 
     def fill(self, cache: Any, requests: list[Request], sequences: Sequences, num_new: int) -> None:
-        """Append the K/V that the call's cache lacks, of all columns but the last, as stock does;
-        padding is zeros.
+        """Append the K/V of all columns but the last to the call's cache, as stock ``generate``
+        does; the K/V of padding is zero.
 
         Args:
-            num_new: new tokens of every row.
+            cache: the cache, which holds the first ``num_cached`` columns.
+            requests: one per row.
+            sequences: hold the K/V of the requests.
+            num_new: number of new columns in the output.
         """
         length = self.tokens.shape[1] + num_new - 1
         lacking = torch.ones(len(requests), length, dtype=torch.bool, device="cpu")
@@ -271,7 +285,7 @@ class CallInputs:
             [request.index for request in requests]
         ]
         lacking = lacking[:, self.num_cached :]
-        rows, columns = lacking.nonzero(as_tuple=True)  # processed tokens, row after row
+        rows, columns = lacking.nonzero(as_tuple=True)  # tokens whose K/V is appended, row by row
         lengths = lacking.sum(1).tolist()
         slots = torch.cat(
             [sequences.of(each).last_slots(n) for each, n in zip(requests, lengths, strict=True)]
@@ -295,14 +309,15 @@ class CallInputs:
 
 
 def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
-    """Return the tokens with the most similar embeddings, for drafts that need the tokens of a
-    prompt.
+    """Return the token with the most similar embedding at each position, for drafters that need the
+    tokens of a prompt given as embeddings.
 
     Args:
         embeds: [batch, length, hidden].
+        embedding: the model's embedding layer.
 
     Returns:
-        [batch, length] int64; zeros if the embedding table is not in memory.
+        [batch, length] int64; zeros if the embedding weights are on the meta device.
     """
     table = whole(embedding.weight)
     if table.device.type == "meta":
@@ -314,7 +329,9 @@ def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raise InvalidInputError, which names the argument, for token ids outside of the vocabulary."""
+    """Raise InvalidInputError, whose message names the argument, if a token id is outside the
+    vocabulary.
+    """
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
         raise InvalidInputError(
             f"{name} has token {wrong[0]}, outside of the vocabulary of {vocab_size} tokens; use this model's tokenizer"
@@ -322,23 +339,28 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 class PromptLogprobs:
-    """Log probabilities of a prompt's tokens, each given those before it, as the target's prefill
-    computes them.
+    """Collects log probabilities of a prompt's tokens, each given the tokens before it, while the
+    target prefills the prompt.
     """
 
     def __init__(self, tokens: Sequence[int], num_top: int):
-        """``num_top``: number of most probable tokens to keep at each position."""
+        """Begin before the first token of the prompt.
+
+        Args:
+            tokens: the prompt's tokens.
+            num_top: number of most probable tokens to record at each position.
+        """
         self._tokens = tokens
         self._num_top = num_top
         self.logprobs: list[TokenLogprobs | None] = [None]  # per token; None for the first
 
     @property
     def num_read(self) -> int:
-        """Number of tokens after which the logits were taken."""
+        """Number of prompt tokens whose next-token logits have been received so far."""
         return len(self.logprobs) - 1
 
     def take(self, logits: torch.Tensor) -> None:
-        """Take the logits after each of the next tokens, [num_tokens, vocab]."""
+        """Take the logits after each of the next prompt tokens, [num_tokens, vocab]."""
         logprobs = logits.float().log_softmax(-1)
         following = torch.tensor(
             self._tokens[len(self.logprobs) :][: len(logits)], device=logits.device
@@ -355,14 +377,18 @@ class PromptLogprobs:
 def prompt_reader(
     model: Any, tokens: Sequence[int], num_top: int | None, is_whole: bool
 ) -> PromptLogprobs | None:
-    """Return the reader of the log probabilities of a submitted prompt; None if ``num_top`` is.
+    """Return the object that collects the log probabilities of a submitted prompt; None if
+    ``num_top`` is None.
 
     Args:
-        is_whole: the prompt is processed by one forward of the model, as it has images.
+        model: the target.
+        tokens: the prompt's tokens.
+        num_top: number of most probable tokens to record at each position; None: record nothing.
+        is_whole: one forward of the model processes the whole prompt, e.g. since it has images.
 
     Raises:
-        UnsupportedModelError: tokens of the model's prompts attend to later ones.
-        UnsupportedOptionError: the prompt has images.
+        UnsupportedModelError: prompt tokens of this model attend to later tokens.
+        UnsupportedOptionError: ``is_whole`` is True.
     """
     if num_top is None:
         return None

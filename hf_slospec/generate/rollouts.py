@@ -1,5 +1,5 @@
-"""Rollouts of trainers that sample with ``generate``, such as TRL's: speculated while training
-runs.
+"""``RolloutCallback``: tree speculation for trainers that sample rollouts with ``generate``, such
+as TRL's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.enable import decoder_of, disable, enable
 
 logger = logging.getLogger(__name__)
-FILE = "past_answers.json"  # in the folder of a checkpoint
-# Settings with which TRL does not call generate.
+FILE = "past_answers.json"  # file name in a checkpoint folder
+# Training arguments of TRL with which the trainer does not call generate.
 BYPASSES = ("use_vllm", "use_transformers_continuous_batching")
 
 
 class RolloutCallback(TrainerCallback):
-    """Trainer callback that enables the model from the beginning to the end of training.
+    """Trainer callback that calls :func:`enable` on the model when training begins and
+    :func:`disable` when it ends.
 
-    Past answers are saved in the folders of checkpoints, those of the first process, and loaded
-    when training resumes."""
+    Past answers, which the drafter looks up, are saved in checkpoint folders by the first process,
+    and loaded when training resumes.
+    """
 
     def __init__(
         self,
@@ -38,26 +40,26 @@ class RolloutCallback(TrainerCallback):
         config: SLOSpecConfig | None = None,
         fallback: bool = False,
     ):
-        """Prepare for a training.
+        """Prepare the callback for one training.
 
         Args:
-            drafter: as :func:`load_drafter` takes it.
-            past: answers to draft from; None: new ones, within the default bounds.
-            config, fallback: as :func:`enable` takes them.
+            drafter: see :func:`load_drafter`.
+            past: past answers from which drafts are looked up; None: start without any, with the
+                default limits.
+            config, fallback: see :func:`enable`.
         """
         self.drafter = drafter
         self.config = config
         self.fallback = fallback
         self.past = PastAnswers() if past is None else past
-        self.tokens_per_step = list[
-            float
-        ]()  # committed tokens per row and verify step, in each epoch so far
+        # Committed tokens per row and decode step; one entry per epoch so far.
+        self.tokens_per_step = list[float]()
         self._decoder: Decoder | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Start to speculate, and warn if the trainer will not call the model's ``generate``."""
+        """Start speculation, and warn if the trainer will not call the model's ``generate``."""
         for name in BYPASSES:
             if getattr(args, name, False):
                 warnings.warn(
@@ -73,7 +75,7 @@ class RolloutCallback(TrainerCallback):
         self._decoder = decoder_of(model)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the tokens per step of the epoch's rollouts."""
+        """Log the number of tokens per decode step in this epoch's rollouts."""
         assert self._decoder is not None
         tokens = self._decoder.num_tokens
         steps = self._decoder.num_steps
@@ -83,14 +85,14 @@ class RolloutCallback(TrainerCallback):
             logger.info("rollouts: %.2f tokens per step and row", tokens / steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save past answers in the checkpoint's folder."""
+        """Save past answers in the checkpoint folder; the first process does it."""
         if state.is_world_process_zero:
             self.past.save(self._path(args, state))
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Give the model its stock ``generate`` back."""
+        """Stop speculation: give the model its previous ``generate`` back."""
         disable(model)
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""A target and its drafter, with the costs and the acceptance measured for the pair."""
+"""``Speculator``: a target and one drafting method, with the costs and the acceptance measured for
+the pair. It makes engines and runs them.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,20 @@ from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.request.request import Request
 
-# A level of drafting without a model takes the host's time. This is a first guess, which measured
-# steps correct.
+# Assumed cost of a draft level without a draft model, which takes host time only; measured steps
+# correct it.
 HOST_LEVEL = ForwardCost(LatencyCurve((1,), (2e-5,)), per_request_s=2e-5)
-UNBOUNDED_LEN = 1 << 20  # assumed maximum length in tokens if the model states none and has no K/V
-# Share of the free memory for K/V; a growing pool is copied, so it needs twice its size for a
-# moment
+# Assumed maximum length in tokens of a model that states none and whose layers keep no K/V.
+UNBOUNDED_LEN = 1 << 20
+# Share of the free memory that K/V may fill. Below one half, since a pool is copied when it grows,
+# which takes twice its size for a moment.
 FREE_SHARE = 0.4
-MEASURE_S = {"target": 2.0, "draft": 0.5}
-clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
+MEASURE_S = {"target": 2.0, "draft": 0.5}  # seconds spent on measuring the costs of a model
+clock = time.perf_counter  # monotonic seconds, for requests and engine
 
 
 class Learned(NamedTuple):
-    """Statistics and costs that a speculator has learned."""
+    """Statistics and costs that a speculator has measured, which another process can take over."""
 
     history: SpeculationHistory
     costs: StepCosts | None
@@ -55,8 +58,8 @@ class Learned(NamedTuple):
 
 
 class Speculator:
-    """Runs requests on a target with one way to draft. Costs and acceptance are kept between runs,
-    requests are not.
+    """Runs requests on a target with one drafting method. Costs and acceptance statistics are kept
+    between runs, requests are not.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Speculator:
         self.draft = (
             None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
         )
-        # Target, and cost without a draft model.
+        # Without a draft model: the packed target for which a draft level was measured, its cost.
         self._level: tuple[PackedModel, ForwardCost] | None = None
         self._drafters = WeakSet[Drafter]()
         self._counting = Lock()
@@ -95,30 +98,33 @@ class Speculator:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Drop what other threads' runs have taught, as one of them may have been noting it down."""
+        """Drop statistics and costs in a forked child process, as another thread of the parent may
+        have been updating them.
+        """
         self.history = SpeculationHistory(self.config)
         self._costs = None
 
     @property
     def lock(self) -> FairLock:
-        """The lock that is held during every step on the target."""
+        """Lock that is held during every step on the target."""
         return self.target.lock
 
     @property
     def placements(self) -> list[tuple[Any, ...]]:
-        """Placements of both models; see :attr:`CheckedModel.place`."""
+        """Device, dtype and replaced forward of target and draft model; see
+        :attr:`CheckedModel.place`.
+        """
         return [checked.place for checked in (self.target, self.draft) if checked is not None]
 
     def renew(self, is_idle: bool = True) -> None:
-        """Update the packed models after changes since the last call.
+        """Update the packed models after the user's models have changed.
 
         Args:
             is_idle: True if no submitted request runs; see :meth:`ModelVersion.renew`.
 
         Raises:
-            IncompatibleDraftError: they were moved apart.
-            UnsupportedModelError: packed forwards of a changed model are not those of its own
-                forward.
+            IncompatibleDraftError: the models were moved to different devices.
+            UnsupportedModelError: packed forwards of a changed model differ from its own forward.
         """
         self.method.check(self.target.model)
         self.target.renew(self.lock, is_idle)
@@ -126,14 +132,14 @@ class Speculator:
             self.draft.renew(self.lock, is_idle)
             version = self.target.packed.version.weights
             if version != self._target_version and self.method.feature_layers:
-                # The draft's K/V comes from hidden states of the target.
+                # The draft's K/V was computed from the target's hidden states, so it is outdated.
                 self.draft.packed.version.count(modules=False)
             self._target_version = version
 
     @property
     def costs(self) -> StepCosts:
-        """The cost model, kept until the costs of a model are measured again."""
-        with self.lock:  # measuring uses the K/V cache of both models
+        """The cost model of target and draft, kept until a model's costs are measured again."""
+        with self.lock:  # measuring runs forwards of both models
             verify = self.target.cost
             draft_level = self._draft_level
             if (
@@ -146,7 +152,9 @@ class Speculator:
 
     @property
     def _draft_level(self) -> ForwardCost:
-        """Cost of a draft level, measured once per placement of the target."""
+        """Cost of a draft level. Without a draft model it is measured whenever the target was
+        packed anew.
+        """
         if self.draft is not None:
             return self.draft.cost
         target = self.target.packed
@@ -166,11 +174,12 @@ class Speculator:
 
     @property
     def learned(self) -> Learned:
-        """Acceptance and costs that runs have taught until now; they can be pickled."""
+        """Acceptance statistics and costs measured so far; they can be pickled."""
         costs = copy.copy(self._costs)
         if costs is not None:
             del costs.on_replaced
-        _ = self.history.acceptance  # learns from the last outcomes, which refer to requests
+        # Reading it applies the pending outcomes, which refer to requests and cannot be pickled.
+        _ = self.history.acceptance
         level = self._level and self._level[1]
         return Learned(
             self.history,
@@ -180,7 +189,7 @@ class Speculator:
         )
 
     def take_over(self, learned: Learned) -> None:
-        """Continue with what another process has learned."""
+        """Continue with the statistics and costs that another process has measured."""
         self.history = learned.history
         self._costs = learned.costs
         if self._costs is not None:
@@ -193,12 +202,17 @@ class Speculator:
 
     @property
     def max_nodes(self) -> int:
-        """Maximum number of nodes of one request's draft tree, its root not counted."""
+        """Maximum number of nodes of one request's draft tree, root excluded."""
         return max_nodes_per_request(self.config, self.make_policy)
 
     def policy(self, costs: StepCosts, config: SLOSpecConfig | None = None) -> Policy:
-        """Return a policy for one run, by ``config`` if one is given; its history is kept between
-        runs.
+        """Return the policy for one run.
+
+        Its acceptance statistics are kept between runs, unless ``config`` has other tree limits.
+
+        Args:
+            costs: the cost model of the run.
+            config: selects the policy; None: the speculator's own config and ``make_policy``.
         """
         make_policy = self.make_policy if config is None else None
         config = config or self.config
@@ -216,7 +230,7 @@ class Speculator:
         max_kept: float | None = 0,
         holds_finished: bool = False,
     ) -> PackedTarget:
-        """Return the target for one engine; the arguments are those of :class:`PackedTarget`."""
+        """Return the target for one engine; for the arguments see :class:`PackedTarget`."""
         return PackedTarget(
             self.target.packed, self.max_nodes, sampler, max_slots, max_kept, holds_finished
         )
@@ -224,7 +238,7 @@ class Speculator:
     def new_drafter(
         self, max_slots: int | None = None, max_kept: float | None = 0, keeps_rng: bool = True
     ) -> Drafter:
-        """Return the drafter for one engine; the arguments are those of :class:`Room`."""
+        """Return the drafter for one engine; for the arguments see :class:`Room`."""
         draft = None if self.draft is None else self.draft.packed
         room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng)
         drafter = self.method.new_drafter(draft, room)
@@ -233,8 +247,10 @@ class Speculator:
         return drafter
 
     def checks(self, config: SLOSpecConfig | None) -> Checks:
-        """Return which results of users' objects are checked, with the policy of ``config`` if one
-        is given.
+        """Return which results of user code an engine checks.
+
+        Args:
+            config: selects the policy; None: the speculator's own config and ``make_policy``.
         """
         has_user_policy = config is None and self.make_policy is not None
         return Checks(
@@ -247,7 +263,7 @@ class Speculator:
     def parts(
         self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None
     ) -> Parts:
-        """Return the parts of an engine, with the policy of ``config`` if one is given."""
+        """Return the parts of an engine; ``config`` selects the policy as in :meth:`policy`."""
         if self.max_nodes:
             target.inform(drafter)
         drafter.read_kv_of(target.sequences)
@@ -261,7 +277,7 @@ class Speculator:
         target: PackedTarget,
         on_step: Callable[[StepEvent], None],
     ) -> None:
-        """Decode all requests to their ends, calling ``on_step`` after each step."""
+        """Decode all requests until each has finished; ``on_step`` is called after every step."""
         drafter = self.new_drafter()
         parts = self.parts(target, drafter, self.costs, None)
         engine = new_engine(
@@ -282,28 +298,29 @@ class Speculator:
                 on_step(event)
         finally:
             with self.lock:
-                for request in engine.scheduler.running:  # left by an error or an interrupt
+                for request in engine.scheduler.running:  # after an error or an interrupt
                     drafter.release(request)
                 drafter.close()
             self.lock.rest()
 
     @property
     def models(self) -> list[PackedModel]:
-        """The models that hold K/V, the target first."""
+        """Models that hold K/V: the target, then the draft model if there is one."""
         drafts = [] if self.draft is None or not self.max_nodes else [self.draft.packed]
         return [self.target.packed, *drafts]
 
     def affordable_kv_tokens(self) -> int:
-        """Return how many tokens of K/V fit into a share of the free memory, at most those of a
-        full batch of the longest requests.
+        """Return how many tokens of K/V fit into ``FREE_SHARE`` of the free memory.
 
-        The recurrent states of a full batch are subtracted; if all layers keep states, tokens take
-        no memory."""
+        The result is at most what a full batch of requests of maximum length needs. The recurrent
+        states of a full batch are subtracted from the memory; if all layers keep states, tokens
+        take no memory.
+        """
         max_batch = self.config.max_batch
         bytes_per_token = sum(model.kv_bytes_per_token for model in self.models)
         state_bytes = max_batch * sum(model.family.state_bytes for model in self.models)
         device = self.target.packed.device
-        if device.type == "cuda":  # torch's allocator reserves memory that it has freed
+        if device.type == "cuda":  # torch's allocator keeps freed memory reserved
             reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             free = torch.cuda.mem_get_info(device)[0] + reserved
         else:
@@ -316,9 +333,7 @@ class Speculator:
 
     @property
     def forwards(self) -> dict[str, str]:
-        """Path of the models' forwards, "compiled" or "eager" with the reason, by "target" and
-        "draft".
-        """
+        """State of the forwards of "target" and "draft": "compiled", or "eager" with the reason."""
         target, *drafts = self.models
         layers = self.method.feature_layers if self.max_nodes else ()
         found = {"target": target.status(layers)}
@@ -327,13 +342,15 @@ class Speculator:
         return found
 
     def memory(self, num_running: int) -> MemoryUse:
-        """Return the bytes that speculation takes beside the weights, with ``num_running``
-        requests.
+        """Return the memory that speculation uses in addition to the weights.
+
+        Args:
+            num_running: number of running requests.
         """
         models = self.models
         with self._counting:
             drafters = list(self._drafters)
-        # A target may draft for itself.
+        # One entry per model, as a target may be its own draft model.
         overrides = {model.model: model.overrides for model in models}.values()
         return MemoryUse(
             target_kv=models[0].kv_bytes,
@@ -352,8 +369,8 @@ class Speculator:
 def _replace_cost(
     speculator: ReferenceType[Speculator], old: ForwardCost, cost: ForwardCost
 ) -> None:
-    """Let the speculator that holds a cost model replace one of its costs; they do not keep each
-    other in memory.
+    """Replace one of a speculator's costs by a measured one. The cost model calls this with a weak
+    reference, so that it does not keep the speculator in memory.
     """
     if (owner := speculator()) is not None:
         owner._replace_cost(old, cost)

@@ -1,4 +1,6 @@
-"""Calls of stock ``generate``: up to its decoding method, or to its end."""
+"""Calls of stock ``generate``: up to its decoding method, whose arguments are returned, or to the
+end. The decision to fall back to it is made in ``generate/call.py``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from hf_slospec.model.ownership import is_of_transformers
 from hf_slospec.request.request import Request
 from hf_slospec.request.state import RequestState
 
-NewStopStrings = Callable[[Any, Any], Any]  # of a tokenizer and the strings
+# Takes a tokenizer and stop strings; returns a stopping criterion.
+NewStopStrings = Callable[[Any, Any], Any]
 
 
 class StockCall(NamedTuple):
@@ -39,12 +42,12 @@ class StockCall(NamedTuple):
     criteria: StoppingCriteriaList
     config: GenerationConfig
     model_kwargs: dict[str, Any]
-    inputs: Any = None  # an encoder's main input, for every prompt
+    inputs: Any = None  # main input of an encoder, one row per prompt
 
 
 def generates_in_parts(model: PreTrainedModel) -> bool:
-    """Return whether the class's own ``generate`` calls transformers' for one part of the output
-    after another.
+    """Return whether the class's own ``generate`` calls transformers' once per part of the output,
+    as Whisper's does.
     """
     return isinstance(model, WhisperGenerationMixin)
 
@@ -57,8 +60,9 @@ def has_own_generate(model: Any) -> bool:
 def run_stock(
     model: PreTrainedModel, arguments: dict[str, Any], decode: Callable[[StockCall], Any]
 ) -> Any:
-    """Run stock ``generate`` with ``decode`` in place of its decoding method; where that returns
-    None, the method's arguments are its output.
+    """Run stock ``generate`` with ``decode`` in place of its decoding method.
+
+    If ``decode`` returns None, the output is the :class:`StockCall` that ``decode`` got.
     """
 
     @functools.wraps(_as_decoding_method)
@@ -71,7 +75,7 @@ def run_stock(
 
 
 def own_generate_error(model: PreTrainedModel, what: str) -> UnsupportedModelError:
-    """Return the error for a model that decodes by a ``generate`` of its own."""
+    """Return the error for a model whose class has its own ``generate``."""
     return UnsupportedModelError(
         f"{type(model).__name__} decodes by a generate of its own{what and ', '}{what}, which cannot be speculated; "
         "call generate without slo_tpot, or pass fallback=True"
@@ -79,10 +83,11 @@ def own_generate_error(model: PreTrainedModel, what: str) -> UnsupportedModelErr
 
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the model class's own ``generate``, bound to the model, whatever replaced it on the
-    instance.
+    """Return the ``generate`` of the model's class, bound to the model, even if the instance has
+    another one.
 
-    One that does not name ``inputs`` takes them as its first argument.
+    If the class's own ``generate`` has no parameter ``inputs``, they are passed as its first
+    argument.
     """
     model_class: Any = type(model)
     method: Callable[..., Any] = model_class.generate.__get__(model)
@@ -98,10 +103,10 @@ def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def foreign_generate(generate: Any) -> Any:
-    """Return the ``generate`` of a model instance, or the one under ours, if it is someone else's;
-    otherwise None.
+    """Return the ``generate`` that other code set on a model instance, or None if there is none.
 
-    One with an attribute ``speculates`` hands its arguments to a :class:`SLOSpecGenerator`.
+    If ours is set, the one that it replaced is examined. A ``generate`` with an attribute
+    ``speculates`` passes its arguments to a :class:`SLOSpecGenerator` and counts as ours.
     """
     generate = getattr(generate, "replaced", generate)
     is_ours = getattr(getattr(generate, "func", generate), "speculates", False)
@@ -115,9 +120,10 @@ def _as_decoding_method(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     inputs_tensor: Any = None,
-    **model_kwargs: Any,  # not by name: transformers would take them from the caller's arguments
+    # Not named one by one: transformers takes named parameters from the caller's arguments.
+    **model_kwargs: Any,
 ) -> StockCall:
-    """Return the prepared inputs; stock ``generate`` calls this in place of its decoding method."""
+    """Return the prepared inputs. Stock ``generate`` calls this in place of its decoding method."""
     return StockCall(
         input_ids,
         logits_processor,
@@ -133,8 +139,18 @@ def arguments_for_stock(
     arguments: dict[str, Any],
     new_stop_strings: NewStopStrings = StopStrings,
 ) -> dict[str, Any]:
-    """Return the arguments without those that stock would drop, refuse or misread."""
-    # With drafts, stock would choose assisted decoding, which takes only one row.
+    """Return a call's arguments without those that stock ``generate`` would refuse or interpret
+    otherwise.
+
+    Args:
+        model: the target.
+        arguments: the arguments of the call by name.
+        new_stop_strings: makes the stopping criterion that replaces ``stop_strings``.
+
+    Raises:
+        InvalidInputError: the tokenizer cannot write ``stop_strings``.
+    """
+    # With drafts, stock would choose assisted decoding, which supports only one row.
     kept = without_drafts(model, arguments)
     for name in ("streamer", "labels"):
         kept.pop(name, None)
@@ -145,7 +161,7 @@ def arguments_for_stock(
                 kept["attention_mask"] = mask[None]
     strings = configured("stop_strings", model, kept)
     tokenizer = kept.get("tokenizer")
-    if strings is not None and tokenizer is not None:  # else stock says what is missing
+    if strings is not None and tokenizer is not None:  # without tokenizer, stock raises
         try:
             criterion = new_stop_strings(tokenizer, strings)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -160,21 +176,23 @@ def arguments_for_stock(
 
 
 def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments for stock, without those that make it draft, which it can for one
-    row only.
+    """Return a call's arguments without those that make stock ``generate`` draft, which works for
+    one row only.
     """
     dropped = {"assistant_model", "assistant_tokenizer"}
-    if arguments.get("tokenizer") is None:  # a generate of the model's own may not know it
+    if arguments.get("tokenizer") is None:  # a class's own generate may lack this parameter
         dropped.add("tokenizer")
     kept = {name: value for name, value in arguments.items() if name not in dropped}
     if generates_in_parts(model) and "inputs" in kept:
-        # Whisper's generate takes them by the encoder's name only
+        # Whisper's generate accepts its inputs only under the encoder's name.
         kept[model.main_input_name] = kept.pop("inputs")
     return _without(model, kept, "prompt_lookup_num_tokens")
 
 
 def _without(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a call's arguments without a setting, which is also turned off in the configs."""
+    """Return a call's arguments without a setting; it is also turned off in the generation
+    configs.
+    """
     kept = {key: value for key, value in arguments.items() if key != name}
     if getattr(config := kept.get("generation_config"), name, None) is not None:
         kept["generation_config"] = copy.copy(config)
@@ -185,11 +203,12 @@ def _without(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> di
 def batch_level_names(
     processors: LogitsProcessorList, criteria: StoppingCriteriaList, num_rows: int
 ) -> list[str]:
-    """Return the names of processors and criteria that are not known to treat each row by itself.
+    """Return the class names of processors and criteria that may depend on the batch as a whole.
 
-    Those of transformers do, and joint criteria are known. A user's declare it by an attribute
-    ``per_row = True``; without it they may tell rows apart, end all of them together or count their
-    calls, and stock calls them once per step with the whole batch.
+    Processors and criteria of transformers treat each row by itself, and joint criteria (see
+    :func:`is_joint`) are supported. A user's object declares that it treats each row by itself by
+    an attribute ``per_row = True``; without it, it may distinguish rows, end all rows together or
+    count its calls, and stock ``generate`` calls it once per step with the whole batch.
     """
     users = [each for each in (*processors, *criteria) if not is_stock(each)]
     return [
@@ -208,8 +227,11 @@ def run_stock_loop(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """Decode with stock's loop, one token of every row at a time, and record the times on the
+    """Decode with stock's loop, one token of every row per step, and record the times in the
     requests.
+
+    Returns:
+        The output of stock's loop.
     """
     rows.begin()
     watch = _TokenTimes(clock)
@@ -237,7 +259,7 @@ def _record(request: Request, new: list[int], times_s: list[float]) -> None:
 
 
 class _TokenTimes(StoppingCriteria):
-    """Criterion that never stops, and records when each step's tokens were chosen."""
+    """Stopping criterion that never stops; it records the time of each step."""
 
     def __init__(self, clock: Clock):
         self.clock = clock

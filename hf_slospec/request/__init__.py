@@ -1,1 +1,1 @@
-"""Requests: parameters, state, SLOs and metrics."""
+"""Requests: options and parameters, tokens and state, SLOs and metrics."""

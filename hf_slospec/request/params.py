@@ -1,4 +1,6 @@
-"""Options that a caller gives to a request, and the parameters that are made of them."""
+"""``SubmitOptions``, which validates the options of ``submit``, and ``RequestParams``, the
+parameters of a :class:`Request`. Prompts are converted in ``batcher/submission.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,57 +18,72 @@ from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.slo import LEAST_SLO_S, IsOver, Stage
 from hf_slospec.request.state import Progress
 
-IMPOSSIBLE = "impossible"  # the type is right, and the value contradicts itself or other options
-VALUE_ERRORS = ("greater_than", "less_than", "finite", IMPOSSIBLE)  # of pydantic's error types
-MAX_VALUE = 100  # the admission DP enumerates sums of values
+# Error type of values of the right type that contradict themselves or other options.
+IMPOSSIBLE = "impossible"
+# Prefixes of the pydantic error types that concern values; all other ones concern types.
+VALUE_ERRORS = ("greater_than", "less_than", "finite", IMPOSSIBLE)
+# Largest value of a request. Bounded, as admission's dynamic program enumerates sums of values.
+MAX_VALUE = 100
 
 
 class Noise(Protocol):
-    """Noise that will choose a sampled request's tokens, for drafters that use it."""
+    """Noise with which the target will choose a sampled request's tokens, for drafters that rank
+    their proposals by it.
+    """
 
     def after(self, depth: int) -> Any:
-        """Return the noise of the token after a draft node at this depth (root: 0), a [vocab] f32
-        tensor.
+        """Return the noise of the token after a draft node at this depth (root: 0).
 
-        It is Exp(1) noise: the target takes the token with the highest ``probability / noise``. A
-        proposal that the target takes with probability p without knowing its noise q is taken with
-        exp(-q (1 - p) / p) once q is known."""
+        The noise is Exp(1): the target takes the token with the highest ``probability / noise``.
+        Let the target choose a token with probability p; once the token's noise q is known, that
+        probability is exp(-q (1 - p) / p).
+
+        Returns:
+            [vocab] f32 tensor.
+        """
 
 
 class Grammar(Protocol):
-    """Constraint on the output of a request that its drafts follow as well.
+    """Constraint on a request's output, which its draft trees follow as well.
 
-    Token ids are new tokens; proposed drafts come last.
+    ``token_ids`` are new tokens of the output, followed by draft tokens.
     """
 
     def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
-        """Return for each proposed token whether it may follow ``token_ids``."""
+        """Return one flag per proposed token: True if it may follow ``token_ids``."""
 
     def expected(self, token_ids: Sequence[int]) -> list[list[int]]:
-        """Return likely continuations where the grammar leaves few choices."""
+        """Return likely continuations of ``token_ids``, where the grammar leaves few choices."""
 
     def masked(self, token_ids: Sequence[Sequence[int]], scores: Any) -> Any:
-        """Return draft scores, [num_nodes, vocab], with -inf for tokens that may not follow.
+        """Set the draft scores of tokens that may not follow to -inf.
 
-        ``token_ids`` has the tokens up to and including each node.
+        Args:
+            token_ids: per node, the tokens up to and including it.
+            scores: [num_nodes, vocab].
+
+        Returns:
+            [num_nodes, vocab].
         """
 
 
 class PromptReader(Protocol):
-    """Takes the logits of a prompt's positions while the target prefills it."""
+    """Receives the logits of a prompt's positions while the target prefills it."""
 
-    logprobs: list[Any]  # log probabilities of the tokens read so far
+    logprobs: list[Any]  # log probabilities of the prompt tokens so far; None for the first token
 
     @property
     def num_read(self) -> int:
-        """Number of prompt positions whose logits were taken."""
+        """Number of prompt tokens whose next-token logits have been received so far."""
 
     def take(self, logits: Any) -> None:
         """Take the logits of the next positions, [num_tokens, vocab] in the model's dtype."""
 
 
 class SubmitOptions(BaseModel):
-    """Options of ``submit`` besides those of ``generate``; its defaults are those of ``generate``."""
+    """Options of ``submit`` that ``generate`` does not have. With the defaults, a request is
+    decoded as ``generate`` decodes it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -83,8 +100,10 @@ class SubmitOptions(BaseModel):
     cache_salt: str = ""
     must_guarantee: bool = False
     resume: Progress | None = None
-    logprobs: int | None = Field(None, ge=0)  # most probable tokens at each position
-    prompt_logprobs: int | None = Field(None, ge=0)  # the same for the prompt's positions
+    logprobs: int | None = Field(None, ge=0)  # number of most probable tokens per new token
+    prompt_logprobs: int | None = Field(
+        None, ge=0
+    )  # number of most probable tokens per prompt token
 
     @field_validator("slo_ttft", "slo_e2e", "timeout", mode="before")
     @classmethod
@@ -124,7 +143,7 @@ class SubmitOptions(BaseModel):
 
     @classmethod
     def of(cls, **values: Any) -> SubmitOptions:
-        """Return validated options.
+        """Validate options.
 
         Raises:
             InvalidTypeError, InvalidInputError: the message names the option, the problem and the
@@ -140,50 +159,55 @@ class SubmitOptions(BaseModel):
 
 @dataclass(frozen=True)
 class RequestParams:
-    """Prompt and options of a request, complete before there is a :class:`Request`.
+    """Prompt and options of a request. They are complete before the :class:`Request` is created and
+    do not change while it is decoded.
 
-    ``generate.prepare`` makes them, for ``generate`` and ``submit`` alike.
+    ``generate.prepare`` creates them, for ``generate`` and ``submit`` alike.
     """
 
     prompt: Sequence[int]
     max_new_tokens: int
     stages: tuple[Stage, ...] = (Stage(None),)
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
-    priority: int = 0  # lower goes first
-    is_best_effort: bool = False  # no SLO is to be guaranteed
-    must_guarantee: bool = False  # refuse it unless its SLOs are guaranteed when it arrives
-    cache_salt: str = ""  # K/V is shared only between requests of equal salt
+    priority: int = 0  # requests with lower numbers are served first
+    is_best_effort: bool = False  # give no guarantee
+    must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed on arrival
+    cache_salt: str = ""  # cached K/V is shared only between requests with the same salt
     is_sampled: bool = False
-    row: int = 0  # index in the batch of its call
-    num_padding: int = 0  # left padding of the prompt in the batch of its call, in tokens
-    is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
-    prefill: Callable[[], Any] | None = None  # prefills a prompt that cannot be split into chunks
-    encoded_for: Callable[[Any], Any] | None = None  # model -> inputs of its cross-attention
+    row: int = 0  # row of the request in the batch of its `generate` call
+    num_padding: int = 0  # left padding of the prompt in that batch, in tokens
+    # Called after every token with prompt and output; True ends the request.
+    is_stop: IsOver = lambda tokens: False
+    # Prefills a prompt that cannot be split into chunks, e.g. with images; None: it can be split.
+    prefill: Callable[[], Any] | None = None
+    # Takes a model, returns the encoder inputs of its cross-attention; None: decoder-only.
+    encoded_for: Callable[[Any], Any] | None = None
     prompt_reader: PromptReader | None = None  # None: the prompt's logits are not needed
-    may_draft: bool = True  # False: one token per step, whatever the policy plans
-    has_callbacks: bool = (
-        False  # choosing a token calls the user's processors, criteria or streamer
-    )
-    ends_with_others: bool = False  # a row of a batch that is returned when its last row ends
+    may_draft: bool = True  # False: decode one token per step, whatever the policy plans
+    # Choosing a token calls logits processors, stopping criteria or a streamer of the user.
+    has_callbacks: bool = False
+    ends_with_others: bool = False  # row of a batch that is returned when its last row ends
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     grammar: Grammar | None = None  # None: the output is unconstrained
-    earlier: RequestMetrics | None = None  # of the request that this one continues after a pause
-    value: int = 1  # of meeting its SLOs, within its priority, where not all can be guaranteed
+    # Metrics of the request that this one continues after a pause; None: it continues none.
+    earlier: RequestMetrics | None = None
+    # How much it is worth to meet the SLOs, compared with requests of the same priority.
+    value: int = 1
 
     @property
     def max_len(self) -> int:
-        """Maximum tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def has_slo(self) -> bool:
-        """Return whether there is a TTFT SLO, an E2E SLO, or an SLO of any stage."""
+        """Return whether the request has a TTFT SLO, an E2E SLO, or an SLO of any stage."""
         return self.ttft_slo_s is not None or self.e2e_slo_s is not None or bool(self.stage_slos_s)
 
     @property
     def stage_slos_s(self) -> list[float]:
-        """SLOs that decode steps have to keep, in seconds: TPOT of all stages, and TTFT of all but
-        the first.
+        """SLOs that limit the seconds of decode steps: the TPOT SLOs of all stages, and the TTFT
+        SLOs of all stages but the first.
         """
         slos_s = [stage.tpot_slo_s for stage in self.stages] + [
             stage.ttft_slo_s for stage in self.stages[1:]

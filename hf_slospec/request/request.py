@@ -1,4 +1,6 @@
-"""A request that is being decoded: its tokens, and how it fares against its SLOs."""
+"""``Request``: a request that is being decoded, with its tokens, its state and its progress against
+its SLOs.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,27 @@ from hf_slospec.request.params import Noise, RequestParams
 from hf_slospec.request.slo import LEAST_SLO_S, Stage
 from hf_slospec.request.state import FinishReason, Progress, RequestKV, RequestState, RequestStats
 
-NewNoise = Callable[["Request"], Noise | None]  # None: the noise cannot be known in advance
+# Returns a request's noise; None if the noise cannot be known in advance.
+NewNoise = Callable[["Request"], Noise | None]
 
 
 class Request:
-    """A sequence being decoded: what was asked for (``params``), tokens, K/V (``kv``), times and
-    counts (``stats``).
+    """A request that is being decoded: its parameters (``params``), tokens, cached tokens (``kv``),
+    times and counts (``stats``).
 
-    ``tokens`` holds the prompt and every committed token. Only ``emit``, ``end`` and the loop of
-    stock ``generate`` write it and ``state``. The scheduler writes ``is_guaranteed`` and
-    ``window_guarantee``; a drafter that cannot use ``noise`` sets it to None."""
+    ``tokens`` holds the prompt and every committed token. Only ``emit()`` and ``end()`` change
+    ``tokens`` and ``state``; ``run_stock_loop()`` does when stock ``generate`` decodes. The
+    scheduler sets ``is_guaranteed`` and ``window_guarantee``; a drafter that cannot use ``noise``
+    sets it to None.
+    """
 
     state = RequestState.UNFINISHED
-    error: BaseException | None = None  # of the request's processors or criteria, which ended it
-    is_guaranteed: bool | None = None  # the batcher guarantees the SLOs; None: not decided
-    window_guarantee: float | None = None  # probability that all windows of ten tokens keep TPOT
-    # Engine's time at which the first token of a later stage is due; inf once it has come, and
-    # without a TTFT SLO.
+    error: BaseException | None = None  # the error that ended the request, if it failed
+    is_guaranteed: bool | None = None  # the batcher guarantees the SLOs; None: not decided yet
+    # Guaranteed probability that all windows of ten tokens keep the TPOT SLO; None: no guarantee.
+    window_guarantee: float | None = None
+    # Time on the engine's clock at which the first token of a later stage is due; inf if it has
+    # come, or if the stage has no TTFT SLO.
     stage_due_s = math.inf
 
     def __init__(
@@ -42,61 +48,65 @@ class Request:
         progress: Progress | None = None,
         new_noise: NewNoise | None = None,
     ):
-        """Begin a request, or continue one of another engine.
+        """Begin a request, or continue one that another engine has begun.
 
-        After ``progress``, the first stage counts time and tokens from the first token on, a later
-        stage from ``arrived_s`` on.
+        If ``progress`` is given, the first stage counts time and tokens from the request's first
+        token on, and a later stage counts from ``arrived_s`` on.
 
         Args:
-            index: row of the batch, or number since the batcher's start; breaks ties.
-            arrived_s: seconds when this engine got the request.
-            progress: output of another engine.
-            new_noise: returns the noise of a sampled request, if it can be known in advance.
+            index: row of the batch, or number of the request since the batcher was created; breaks
+                ties.
+            params: prompt and options.
+            arrived_s: time at which this engine received the request, on its clock.
+            progress: output of the other engine; None: begin a request.
+            new_noise: returns the noise of a sampled request, or None if it cannot be known in
+                advance.
 
         Raises:
-            InvalidInputError: the output of the other engine is finished.
+            InvalidInputError: the output of the other engine is already complete.
         """
         self.index = index
         self.params = params
         self.tokens = list(params.prompt)
-        self.prompt_len = len(params.prompt)  # tokens of the prompt
+        self.prompt_len = len(params.prompt)
         self.kv = RequestKV()
         self.stats = RequestStats(arrived_s)
-        self._num_before_stage = 0
-        self._ends: list[int] = []  # new tokens up to each end of a stage in the current step
+        self._num_before_stage = 0  # new tokens before the current stage
+        self._ends: list[int] = []  # new tokens at each end of a stage within the current step
         if progress is not None:
             self._resume(progress, arrived_s)
         self.noise = None if new_noise is None else new_noise(self)
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the state is final."""
+        """Return whether the request has ended, for whatever reason."""
         return self.state is not RequestState.UNFINISHED
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Public name of the final state; None before the end."""
+        """Reason why the request ended; None while it is unfinished."""
         return cast(FinishReason, self.state.value) if self.is_finished else None
 
     @property
     def drawing(self) -> Drawing:
-        """Way in which the request's tokens are chosen, by which acceptance differs."""
+        """Method by which the target chooses the request's tokens; acceptance rates depend on
+        it.
+        """
         if not self.params.is_sampled:
             return Drawing.GREEDY
         return Drawing.SAMPLED if self.noise is None else Drawing.COUPLED
 
     @property
     def stage(self) -> Stage:
-        """Current stage."""
         return self.params.stages[self.stats.stage]
 
     @property
     def pace_s(self) -> float | None:
-        """Seconds per output token by which scheduling serves the current stage; None: no SLO.
+        """Seconds per output token that the scheduler aims at in the current stage; None: no SLO.
 
-        It is the stage's TPOT SLO (its TTFT SLO up to its first token) or, if that is less, the
-        time that the E2E SLO left when the stage began, for each of the tokens that were left then.
-        An E2E SLO with no time left then is missed, and no longer counts.
+        This is the stage's TPOT SLO (its TTFT SLO until its first token), or less if the E2E SLO
+        demands it: the time left when the stage began, divided by the number of tokens left then.
+        An E2E SLO with no time left at the beginning of the stage is missed, and ignored.
         """
         tpot_slo_s = self.stage.tpot_slo_s
         begin = self.stats.stage_begin
@@ -114,57 +124,68 @@ class Request:
 
     @property
     def is_best_effort(self) -> bool:
-        """Return whether it is served from leftover budget, and may be preempted."""
+        """Return whether the request has no guarantee: it gets only leftover token budget and may
+        be preempted.
+        """
         return self.is_guaranteed is False
 
     @property
     def num_emitted(self) -> int:
-        """New tokens so far."""
+        """Number of new tokens so far."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be emitted."""
+        """Number of tokens that may still be emitted."""
         return self.params.max_new_tokens - self.num_emitted
 
     @property
     def num_left_in_stage(self) -> int:
-        """Tokens to the end of the current stage, if its length is known, else of the request.
+        """Number of tokens up to the end of the current stage if its length is known, else up to
+        the end of the request.
 
-        1 while the first token of a later stage is due.
+        1 while the first token of a stage with a TTFT SLO is due.
         """
         if self.stage_due_s < math.inf:
             return 1
         stages = self.params.stages
         current = self.stats.stage
         num_tokens = self.stage.num_tokens
-        if num_tokens is None or current + 1 == len(stages):  # no stage follows the last one
+        if num_tokens is None or current + 1 == len(stages):  # the last stage ends with the request
             return self.num_left
         return min(self.num_left, self._num_before_stage + num_tokens - self.num_emitted)
 
     @property
     def num_uncached(self) -> int:
-        """Tokens that the target has not processed, the root included."""
+        """Number of tokens whose K/V the target does not hold, the last committed token
+        included.
+        """
         return len(self.tokens) - self.kv.num_cached
 
     @property
     def num_draft_behind(self) -> int:
-        """Committed tokens that the drafter has not processed."""
+        """Number of committed tokens that the drafter has not processed."""
         return len(self.tokens) - self.kv.num_draft_seen
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the root is uncached, and chosen by this engine; else it prefills."""
+        """Return whether the request decodes: only its last token is uncached, and this engine
+        chose it. Otherwise it prefills.
+        """
         return self.num_emitted > self.stats.num_resumed and self.num_uncached == 1
 
     @property
     def num_unread(self) -> int:
-        """Prompt positions, but for the last, whose logits are still to be taken."""
+        """Number of prompt positions whose logits are still needed for ``prompt_logprobs``, the
+        last position excluded.
+        """
         reader = self.params.prompt_reader
         return 0 if reader is None else max(self.prompt_len - 1 - reader.num_read, 0)
 
     def emit(self, token: int) -> bool:
-        """Commit one token, and return whether the request has finished."""
+        """Commit one token, check the stopping criteria, and return whether the request has
+        finished.
+        """
         self.tokens.append(token)
         if self.params.is_stop(self.tokens):
             self.state = RequestState.STOP
@@ -206,7 +227,7 @@ class Request:
         stats.has_missed_window = progress.has_missed_window
 
     def progress(self, now_s: float) -> Progress:
-        """Return the output so far, with which another engine can resume the request."""
+        """Return the output so far, from which another engine can continue the request."""
         stats = self.stats
         begun_s = now_s if stats.first_token_s is None else stats.first_token_s
         return Progress(
@@ -227,7 +248,15 @@ class Request:
         phases: PhaseTimes,
         now_s: float,
     ) -> None:
-        """Record one step that committed tokens at ``now_s``."""
+        """Record a step that committed tokens: update times, counts and SLO checks.
+
+        Args:
+            num_drafted: draft nodes that the step verified, root excluded.
+            num_accepted: draft nodes that were accepted.
+            expected_tokens: number of committed tokens that the policy predicted.
+            phases: seconds of the step by phase.
+            now_s: time of the commit, on the engine's clock.
+        """
         stats = self.stats
         if stats.first_token_s is None:
             stats.first_token_s = now_s
@@ -250,8 +279,8 @@ class Request:
         self._ends.clear()
 
     def _take_first(self, now_s: float) -> None:
-        """Check the TTFT SLO of a later stage whose first token has come; TPOT and windows count
-        from it on.
+        """Check the TTFT SLO of a stage when its first token has come; TPOT and windows of the
+        stage count from this token on.
         """
         if self.stage_due_s < math.inf and self.num_emitted > self._num_before_stage:
             self.stats.has_missed |= now_s > self.stage_due_s
@@ -260,11 +289,15 @@ class Request:
             self.stage_due_s = math.inf
 
     def _end_windows(self, end: int, now_s: float) -> None:
-        """End the windows of ten tokens that the latest commit completes, with this stage's tokens
-        up to ``end``.
+        """Check the TPOT SLO over the windows of ten tokens that the latest commit completes.
 
-        A window begins with the last token of a commit; those that begin with its other tokens end
-        no later."""
+        Only windows that begin after the last token of a commit are checked; windows that begin
+        within a commit end no later and have the same start time.
+
+        Args:
+            end: number of new tokens up to which the current stage has come.
+            now_s: time of the commit.
+        """
         stats = self.stats
         tpot_slo_s = self.stage.tpot_slo_s
         while end - (begin := stats.commits[stats.first_open]).num_emitted >= WINDOW:
@@ -283,8 +316,8 @@ class Request:
     def decoded(self, now_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the current stage began to count.
 
-        That is its first token in the first stage, and in others with a TTFT SLO once it has come;
-        else the end of the stage before.
+        The first stage counts from its first token. A later stage counts from the end of the stage
+        before it or, if it has a TTFT SLO, from its first token.
         """
         if self.stats.stage_begin is None:
             return 0.0, 0
@@ -293,7 +326,9 @@ class Request:
 
     @property
     def has_open_guarantee(self) -> bool:
-        """Return whether windows of ten tokens are guaranteed, none was missed, and one is open."""
+        """Return whether windows of ten tokens are guaranteed, none has missed the SLO, and one is
+        open now.
+        """
         is_kept = self.window_guarantee is not None and not self.stats.has_missed_window
         return (
             is_kept
@@ -307,25 +342,27 @@ class Request:
         a pace.
 
         Args:
-            token_s: the pace in seconds per token.
+            now_s: present time.
+            token_s: the pace, in seconds per token.
         """
         open_windows = self.stats.commits[self.stats.first_open :]
         begin = min(open_windows, key=lambda commit: commit.at_s - token_s * commit.num_emitted)
         return now_s - begin.at_s, self.num_emitted - begin.num_emitted
 
     def paced(self, now_s: float) -> tuple[float, int, int]:
-        """Return elapsed seconds, tokens emitted and tokens left of the stage or window to pace.
+        """Return what the scheduler has to pace: elapsed seconds, tokens emitted, and tokens left.
 
-        While windows of ten tokens are guaranteed and none was missed, it is the window furthest
-        behind; otherwise it is the current stage."""
+        They refer to the open window that is furthest behind, as long as windows of ten tokens are
+        guaranteed and none has missed the SLO; otherwise to the current stage.
+        """
         if not self.has_open_guarantee:
             return *self.decoded(now_s), self.num_left_in_stage
         elapsed_s, emitted = self.tightest_window(now_s, self.pace_s or 0.0)
         return elapsed_s, emitted, min(WINDOW - emitted, self.num_left_in_stage)
 
     def _is_late(self, end: int, now_s: float) -> bool:
-        """Return whether the current stage missed its TPOT SLO if its last token is the new token
-        number ``end``.
+        """Return whether the current stage has missed its TPOT SLO, if its last token is the
+        request's new token number ``end``.
         """
         slo_s = self.stage.tpot_slo_s
         elapsed_s, emitted = self.decoded(now_s)
@@ -333,17 +370,19 @@ class Request:
         return slo_s is not None and emitted > 0 and elapsed_s / emitted > slo_s
 
     def end(self, error: BaseException | None) -> None:
-        """End the request early, as failed with an error or, without one, as cancelled."""
+        """End the request early: as failed with ``error`` or, if it is None, as cancelled."""
         self.error = error
         self.state = RequestState.CANCELLED if error is None else RequestState.ERROR
 
     def drop_hooks(self) -> None:
-        """Drop what only decoding needs, so that a stored request refers to no model or sampler."""
+        """Drop the references to models and samplers, which only decoding needs, so that a stored
+        request does not keep them in memory.
+        """
         self.params = replace(self.params, prefill=None, prompt_reader=None, grammar=None)
         self.noise = None
 
     def metrics(self) -> RequestMetrics:
-        """Return SLOs and measurements so far."""
+        """Return the SLOs and the measurements so far."""
         params = self.params
         stats = self.stats
         has_begun = self.stats.first_token_s is not None

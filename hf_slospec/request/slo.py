@@ -1,4 +1,6 @@
-"""SLOs as callers write them: one for all rows, one per row, or several stages of a row."""
+"""SLOs as callers pass them (one for all rows, one per row, or several stages of a row), and their
+conversion to stages.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,29 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
 
-IsOver = Callable[[list[int]], bool]  # whether the output or stage ends with the last token
-LEAST_SLO_S = 1e-9  # shortest SLO; quotients by shorter ones overflow
+# Takes the tokens so far; returns whether the output, or a stage of it, ends with the last one.
+IsOver = Callable[[list[int]], bool]
+LEAST_SLO_S = 1e-9  # shortest SLO in seconds; division by a shorter one may overflow
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of a request's output with SLOs of its own."""
+    """Part of a request's output that has its own SLOs."""
 
     tpot_slo_s: float | None  # seconds per output token; None: no SLO
-    num_tokens: int | None = None  # the stage ends after so many tokens
-    is_over: IsOver = lambda tokens: False  # or with the token for which this returns True
-    # Seconds from the end of the stage before to the first token, from which TPOT counts then. In
-    # the first stage, the request's TTFT SLO takes its place.
+    num_tokens: int | None = None  # the stage ends after this many tokens; None: no limit
+    is_over: IsOver = lambda tokens: False  # the stage also ends if this returns True
+    # Seconds from the end of the stage before to this stage's first token; if it is set, TPOT
+    # counts from that token on. In the first stage, the request's TTFT SLO is used instead.
     ttft_slo_s: float | None = None
 
 
 class SLOStage(BaseModel):
-    """A part of a row's output with its own SLOs; a list of stages is the SLO of one row.
+    """Part of a row's output with its own SLOs; a list of stages is the SLO of one row.
 
-    For example thinking fast and answering at reading speed: ``[SLOStage(slo_tpot=0.01,
-    until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config that is saved, dicts with
-    these fields do the same.
+    For example, to think fast and answer at reading speed: ``[SLOStage(slo_tpot=0.01,
+    until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config that is saved, use dicts
+    with these fields.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,26 +66,31 @@ class SLOStage(BaseModel):
 
 RowSLO = float | Sequence[SLOStage | dict[str, Any]] | None
 SLOTpot = RowSLO | Sequence[RowSLO]
-Stages = tuple[Stage, ...]  # of one row
-EndsWith = Callable[[str], IsOver]  # text -> whether a stage that it ends is over
+Stages = tuple[Stage, ...]  # all stages of one row
+# Takes a stage's `until` text; returns a function that tells whether the tokens so far end the
+# stage.
+EndsWith = Callable[[str], IsOver]
 
 
 def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list[Stages]:
-    """Return the stages of all rows, or a list of those of each row or prompt.
+    """Return the stages that ``slo_tpot`` describes.
 
     Args:
-        slo_tpot: as callers write it.
-        ends_with: finds the ends of stages by their ``until``; raises ValueError for texts that no
-            output can have. None: there is no tokenizer.
+        slo_tpot: the argument of ``generate`` or ``submit``.
+        ends_with: makes the test for the end of a stage from its ``until`` text; raises ValueError
+            for texts that no output can contain. None: there is no tokenizer.
+
+    Returns:
+        The stages of all rows, or a list with the stages of each row or prompt.
 
     Raises:
-        InvalidInputError, InvalidTypeError: the argument is not an SLO, or a stage's `until` lacks
-            a tokenizer.
+        InvalidInputError, InvalidTypeError: ``slo_tpot`` is not an SLO, or a stage has ``until``
+            and there is no tokenizer.
     """
-    if hasattr(slo_tpot, "tolist"):  # arrays and tensors
+    if hasattr(slo_tpot, "tolist"):  # numpy arrays and tensors
         try:
             slo_tpot = slo_tpot.tolist()
-        except (NotImplementedError, RuntimeError) as error:  # a tensor without data
+        except (NotImplementedError, RuntimeError) as error:  # e.g. a tensor on the meta device
             raise InvalidInputError(
                 f"slo_tpot has no values that can be read; pass numbers: {error}"
             ) from error
@@ -143,7 +151,7 @@ def _check_seconds(
         raise InvalidTypeError(
             f"{name} must be {unit}, None, a list of SLOStage, or a list of those per row; got {seconds!r}"
         )
-    number: Any = seconds  # numbers.Real declares no comparison with floats
+    number: Any = seconds  # typed as Any, since numbers.Real declares no comparison with floats
     if not LEAST_SLO_S <= number <= sys.float_info.max:
         raise InvalidInputError(
             f"{name} must be a positive, finite number of {unit} (at least {LEAST_SLO_S:g}), "

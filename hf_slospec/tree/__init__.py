@@ -1,1 +1,1 @@
-"""Token trees: building, merging, selection and acceptance."""
+"""Draft trees: building, merging, selecting nodes to verify, and acceptance."""

@@ -1,4 +1,6 @@
-"""Sample-then-match acceptance: lossless for every logits processor and sampler."""
+"""Acceptance by sampling the target's token and looking for it among the children: lossless for
+every logits processor and sampler.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,18 @@ from hf_slospec.tree.tree import ROOT, TokenTree
 def accept(
     tree: TokenTree, choose: Callable[[int], int], emit: Callable[[int], int | None]
 ) -> list[int]:
-    """Walk from the root down the draft tree as long as a child holds the token that plain decoding
-    chooses.
+    """Walk down the draft tree from the root, as long as a child carries the token that plain
+    decoding chooses.
 
     Args:
         tree: the verified draft tree.
         choose: returns the target's token after a node, chosen exactly as in plain decoding.
-        emit: commits one token and returns it, or the token that replaces it; None once the request
-            is finished.
+        emit: commits a token and returns the committed one, which may differ; returns None once the
+            request is finished.
 
     Returns:
-        The accepted nodes along the path, without the root. One more token is emitted than nodes
-        are accepted, the bonus token, which becomes the next root.
+        The accepted nodes along the path, root excluded. Unless the request finished, one token
+        more is emitted than nodes are accepted; that bonus token is the root of the next tree.
     """
     node = ROOT
     accepted = list[int]()

@@ -1,4 +1,4 @@
-"""Token trees of the most probable paths, from the probabilities of the tokens that may follow a
+"""Best-first growth of token trees from the probabilities of the tokens that may follow each
 node.
 """
 
@@ -11,30 +11,30 @@ import numpy as np
 
 from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 
-# Distinct tokens that may follow a node, and their probabilities in [0, 1], which never rise.
+# Distinct tokens that may follow a node, and their probabilities in [0, 1], non-increasing.
 Candidates = tuple[Sequence[int], Sequence[float]]
-# Depth of a node, its parent's token, its token -> candidates.
+# (depth of a node, token of its parent, its token) -> candidates after the node.
 Following = Callable[[int, int, int], Candidates]
 
 
 def best_first_tree(
     root_token: int, tokens: IntArray, probs: FloatArray, max_nodes: int
 ) -> TokenTree:
-    """Return the tree of the most probable prefixes; the probability of a prefix is the product
-    over its tokens.
+    """Return the tree of the most probable prefixes, where a prefix's probability is the product of
+    its tokens' probabilities.
 
     The candidates of a position are the same after every prefix, as block drafters predict them
-    (DDTree).
+    (DDTree). If they depend on the prefix, use :func:`grown_tree`.
 
     Args:
         root_token: last committed token.
         tokens: [depth, num_candidates] int64, distinct candidates for every position after the
             root.
-        probs: [depth, num_candidates] f64 in [0, 1], never rising along a row.
-        max_nodes: maximum number of nodes, root not counted.
+        probs: [depth, num_candidates] f64 in [0, 1], non-increasing along each row.
+        max_nodes: maximum number of nodes, root excluded.
     """
     assert tokens.shape == probs.shape and tokens.ndim == 2
-    # Python floats are faster to compare than numpy's.
+    # Lists, since Python floats compare faster than numpy's.
     levels = list(zip(tokens.tolist(), probs.tolist(), strict=True))
     return grown_tree(
         -1, root_token, lambda depth, above, token: levels[depth], len(levels), max_nodes
@@ -44,31 +44,32 @@ def best_first_tree(
 def grown_tree(
     above_root: int, root_token: int, following: Following, max_depth: int, max_nodes: int
 ) -> TokenTree:
-    """Return the tree of the most probable paths; the probability of a path is the product over its
-    tokens.
+    """Return the tree of the most probable paths, where a path's probability is the product of its
+    tokens' probabilities.
 
-    No other tree with as many nodes has a larger sum of path probabilities. Each node taken adds
-    two to the heap: its parent's next candidate, and its own first one. Nodes of path probability 0
-    are left out.
+    No other tree with as many nodes has a larger sum of path probabilities. Every node taken from
+    the heap adds at most two: the next candidate of its parent, and its own first candidate. Nodes
+    of path probability 0 are left out.
 
     Args:
         above_root: the token before the root; only ``following`` reads it.
         root_token: last committed token.
-        following: returns the candidates after a node; it is called once per node that is taken.
+        following: returns the candidates after a node; called once per node of the tree.
         max_depth: maximum depth of a node.
-        max_nodes: maximum number of nodes, root not counted.
+        max_nodes: maximum number of nodes, root excluded.
 
     Returns:
-        The tree with its nodes in canonical order: path probability descending, depth ascending,
-            then order of the
-        parent and rank among the candidates.
+        The tree, its nodes in canonical order: descending path probability, then ascending depth,
+        then order of the parent, then rank among the candidates.
     """
     tokens = [root_token]
     parents = [-1]
     depths = [0]
     path_probs = [1.0]
-    candidates = [following(0, above_root, root_token) if max_depth > 0 else ((), ())]  # by node
-    heap: list[tuple[float, int, int, int]] = []  # -path probability, depth, parent, rank
+    # One entry per node of the tree.
+    candidates = [following(0, above_root, root_token) if max_depth > 0 else ((), ())]
+    # (negative path probability, depth, parent, rank among the parent's candidates)
+    heap: list[tuple[float, int, int, int]] = []
     if candidates[0][0]:
         heap.append((-candidates[0][1][0], 1, 0, 0))
     while heap and len(tokens) <= max_nodes:

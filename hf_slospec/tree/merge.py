@@ -1,4 +1,4 @@
-"""Union of the token trees that several sources propose for the same request."""
+"""Merging of the candidate trees that several drafters propose for the same request."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from hf_slospec.tree.tree import Forest, TokenTree
 def merge_trees(
     proposed: Sequence[Sequence[TokenTree]], max_nodes: int | None = None
 ) -> list[TokenTree]:
-    """Return the union of the trees of every request.
+    """Return one tree per request, the union of the request's candidate trees.
 
-    Nodes with the same path of tokens become one node. Its probability given its parent is the
-    largest in any tree, and siblings' probabilities that sum to more than 1 are scaled to a sum of
-    1, as at most one sibling is committed. Path probabilities are the products of these. (The
-    larger of the trees' path probabilities would be too small where one tree finds the parent
-    likely and another one the child.) They never rise along a path, so in the canonical order (path
-    probability descending, depth ascending, tree, node) parents precede children and every prefix
-    is a tree.
+    Nodes with the same path of tokens become one node. Its conditional probability (given its
+    parent) is the largest one in any tree; if those of siblings sum to more than 1, they are scaled
+    to a sum of 1, as at most one sibling is committed. Path probabilities are products of these
+    conditionals. (The largest path probability in any tree would be too small if one tree finds the
+    parent likely and another tree the child.) They do not increase along a path, so in canonical
+    order (descending path probability, ascending depth, tree, node) parents precede children and
+    every prefix is a tree.
 
     Args:
-        proposed: at least one tree per request.
-        max_nodes: nodes to keep per request, the first in canonical order, root not counted; None:
-            all.
+        proposed: at least one tree per request, all with the request's root token.
+        max_nodes: nodes to keep per request, root excluded: the first ones in canonical order;
+            None: all.
+
+    Returns:
+        One tree per request.
     """
     forest = Forest.of([tree for trees in proposed for tree in trees])
     counts = [len(trees) for trees in proposed]
@@ -41,10 +44,10 @@ def merge_trees(
         "trees of a request differ in their root tokens"
     )
 
-    # The name of a merged node is the index of the first given node with its path.
+    # A merged node is named by the forest index of the first node that has its path.
     name_of = np.arange(len(depths))
     name_of[roots] = first_roots
-    path_probs = np.ones(len(depths))  # [num_nodes] f64, indexed by the merged nodes' names
+    path_probs = np.ones(len(depths))  # [num_nodes] f64, indexed by names of merged nodes
     for depth in range(1, int(depths.max()) + 1):
         layer = np.flatnonzero(depths == depth)
         above = name_of[forest.parents[layer]]
@@ -59,9 +62,9 @@ def merge_trees(
         path_probs[layer[firsts]] = path_probs[above] * best / np.maximum(sibling_sums, 1.0)
 
     names = np.flatnonzero(name_of == np.arange(len(depths)))
-    # Stable: ties stay in order.
+    # lexsort is stable, so nodes that tie stay in forest order.
     names = names[np.lexsort((depths[names], -path_probs[names], request_of[names]))]
-    node_of = np.empty(len(depths), dtype=np.int64)  # node in the merged tree, by name
+    node_of = np.empty(len(depths), dtype=np.int64)  # name -> node index in the merged tree
     ends = np.cumsum(np.bincount(request_of[names]))
     merged = []
     for tree_names in np.split(names, ends[:-1]):

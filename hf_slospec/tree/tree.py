@@ -1,4 +1,4 @@
-"""Token trees: the candidate tree a draft proposes and the draft tree that is verified."""
+"""``TokenTree``, the draft tree of one request, and ``Forest``, the draft trees of a step."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-ROOT = 0
+ROOT = 0  # node index of the root
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Token tree of one request. Node 0 is the root, the last committed token; parents precede
-    their children.
+    """Token tree of one request. Node 0 is the root, which is the last committed token; parents
+    precede their children.
 
-    ``path_probs[v]`` is f(v): f(root) = 1, f(v) = f(parent) * c(v) with the conditional c(v) in [0,
-    1], so f never rises along a path. If f is the true probability that the verifier commits a
-    path, the expected number of committed tokens of a step is ``path_probs.sum()`` (AdaServe,
-    theorem 3.1)."""
+    Drafters propose candidate trees; the policy selects subtrees of them, the draft trees to
+    verify.
+
+    ``path_probs[v]`` is f(v), the predicted probability that the path to node v is accepted:
+    f(root) = 1, and f(v) = f(parent) * c(v) with the conditional probability c(v) in [0, 1], so f
+    does not increase along a path. If f is exact, a step commits ``path_probs.sum()`` tokens on
+    average (AdaServe, theorem 3.1).
+    """
 
     tokens: IntArray  # [num_nodes] int64
     parents: IntArray  # [num_nodes] int64, -1 at the root
@@ -35,13 +39,17 @@ class TokenTree:
 
     @classmethod
     def root_only(cls, token: int) -> TokenTree:
-        """Return a tree of the root alone, which is plain decoding."""
+        """Return a tree with the root only, whose verification is plain decoding."""
         return cls(np.array([token]), np.array([-1]), np.array([0]), np.array([1.0]))
 
     @classmethod
     def chain(cls, root_token: int, tokens: Sequence[int], conditional: float) -> TokenTree:
-        """Return a tree of one path: ``tokens`` after the root, each with conditional probability
-        ``conditional``.
+        """Return a tree with a single path.
+
+        Args:
+            root_token: last committed token.
+            tokens: tokens after the root.
+            conditional: probability of each token given the tokens before it.
         """
         depths = np.arange(len(tokens) + 1)
         return cls(
@@ -58,13 +66,13 @@ class TokenTree:
 
     @property
     def max_depth(self) -> int:
-        """Depth of the deepest node; 0 if there is only a root."""
+        """Depth of the deepest node; 0 if the root is the only node."""
         return int(self.depths.max()) if len(self.depths) > 1 else 0
 
     @cached_property
     def _child_by_token(self) -> dict[tuple[int, int], int]:
-        # Reversed, so that of two children with the same token the earlier, more probable one
-        # stays.
+        # In reverse order, so that of two siblings with the same token the dict keeps the earlier
+        # one, which is the more probable.
         nodes = range(self.num_nodes - 1, ROOT, -1)
         return {(int(self.parents[v]), int(self.tokens[v])): v for v in nodes}
 
@@ -73,33 +81,41 @@ class TokenTree:
         return self._child_by_token.get((node, token)) if self.num_nodes > 1 else None
 
     def subtree(self, nodes: IntArray) -> TokenTree:
-        """Return the tree of ``nodes`` (root included, parent-closed), in ascending order of node."""
+        """Return the tree that consists of ``nodes``, in ascending order.
+
+        Args:
+            nodes: node indices; they include the root and the parent of every node.
+        """
         nodes = np.sort(nodes)
         parents = np.searchsorted(nodes, self.parents[nodes])
         parents[0] = -1
         return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.path_probs[nodes])
 
     def up_to(self, depth: int) -> TokenTree:
-        """Return the tree without its nodes deeper than ``depth``."""
+        """Return the tree without the nodes deeper than ``depth``."""
         return (
             self if self.max_depth <= depth else self.subtree(np.flatnonzero(self.depths <= depth))
         )
 
     def ancestor_mask(self) -> BoolArray:
-        """Return the attention mask, [num_nodes, num_nodes] bool: [i, j] is True if j is i or an
-        ancestor of i.
+        """Return the tree attention mask: entry [i, j] is True if node j is node i or an ancestor
+        of it.
+
+        Returns:
+            [num_nodes, num_nodes] bool.
         """
         mask = np.eye(self.num_nodes, dtype=np.bool_)
-        # Parents first, so a parent's mask is complete when it is copied.
+        # Parents precede children, so a parent's row is complete when it is copied.
         for node in range(1, self.num_nodes):
             mask[node] |= mask[self.parents[node]]
         return mask
 
     def fault(self) -> str | None:
-        """Return why this is not a valid tree; None if it is one.
+        """Return a description of what makes this an invalid tree; None if it is valid.
 
-        A valid tree has parents before children and path probabilities that never rise along a
-        path."""
+        In a valid tree, parents precede their children and path probabilities do not increase along
+        a path.
+        """
         if len({len(self.tokens), len(self.parents), len(self.depths), len(self.path_probs)}) > 1:
             return "tokens, parents, depths and path_probs differ in length"
         if (
@@ -123,24 +139,26 @@ class TokenTree:
         return None
 
     def check(self) -> None:
-        """Raise AssertionError if the tree has a fault."""
+        """Raise AssertionError if the tree is invalid."""
         fault = self.fault()
         assert fault is None, fault
 
 
 @dataclass(frozen=True)
 class Forest:
-    """Several trees, their nodes concatenated tree after tree."""
+    """Several trees as one set of arrays: the nodes of the first tree, then those of the second,
+    and so on.
+    """
 
     trees: Sequence[TokenTree]
     tree_of: IntArray  # [num_nodes] int64, index of the node's tree
     parents: IntArray  # [num_nodes] int64, index in the forest; a root is its own parent
     depths: IntArray  # [num_nodes] int64
-    path_probs: FloatArray  # [num_nodes] f64, of the trees
+    path_probs: FloatArray  # [num_nodes] f64, as in the trees
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
-        """Concatenate at least one tree."""
+        """Concatenate trees, of which there must be at least one."""
         if len(trees) == 1:
             tree = trees[0]
             parents = np.maximum(tree.parents, ROOT)
@@ -163,51 +181,58 @@ class Forest:
         return np.flatnonzero(self.depths == 0)
 
     def canonical(self, scores: FloatArray) -> IntArray:
-        """Return the non-root nodes in canonical order: score descending, depth ascending, tree,
-        node.
+        """Return the nodes except roots in canonical order: descending score, ascending depth,
+        tree, node.
 
-        If scores never rise along a path, every prefix of this order, of all trees or of one, is
-        parent-closed, since a parent is less deep than its child. Nodes that no verifier can reach
-        (score 0 or NaN) are left out.
+        If scores do not increase along a path, every prefix of this order contains the parents of
+        its nodes, for all trees together as well as for each tree. Nodes of score 0 or NaN, which
+        cannot be accepted, are left out.
 
         Args:
             scores: [num_nodes] f64.
 
         Returns:
-            [num_reachable] int64, nodes of the forest.
+            [num_reachable] int64, indices of nodes in the forest.
         """
         reachable = np.flatnonzero((scores > 0.0) & (self.depths > 0))
-        # Stable: ties stay in order of tree and node.
+        # lexsort is stable, so nodes that tie stay in order of tree and node.
         order = np.lexsort((self.depths[reachable], -scores[reachable]))
         return reachable[order]
 
     def indices(self, nodes: Sequence[Sequence[int]]) -> IntArray:
-        """Return the indices in the forest of nodes given per tree.  -> [num_given] int64"""
+        """Return the indices in the forest of nodes that are given per tree.
+
+        Args:
+            nodes: one sequence of node indices per tree.
+
+        Returns:
+            [num_nodes_given] int64.
+        """
         pairs = zip(self.starts, nodes, strict=True)
         return np.concatenate(
             [start + np.asarray(tree_nodes, dtype=np.int64) for start, tree_nodes in pairs]
         )
 
     def nodes(self, indices: IntArray) -> list[IntArray]:
-        """Return the roots and the nodes at ``indices`` by tree, as ascending node numbers of each
-        tree.
-        """
+        """Return nodes of the forest as ascending node indices of each tree; roots are added."""
         is_chosen = self.depths == 0
         is_chosen[indices] = True
         chosen = np.flatnonzero(is_chosen)
         return _split(chosen - self.starts[self.tree_of[chosen]], self._sizes(chosen))
 
     def subtrees(self, is_taken: BoolArray) -> list[TokenTree]:
-        """Return each tree's subtree of the taken nodes; path probabilities stay.
+        """Return one subtree per tree, which consists of its selected nodes with unchanged path
+        probabilities.
 
         Args:
-            is_taken: [num_nodes] bool, roots included and parent-closed.
+            is_taken: [num_nodes] bool; True for all roots, and for the parent of every selected
+                node.
         """
         if is_taken.all():
             return list(self.trees)
         taken = np.flatnonzero(is_taken)
         sizes = self._sizes(taken)
-        new_index = np.cumsum(is_taken) - 1  # among the taken nodes of all trees
+        new_index = np.cumsum(is_taken) - 1  # index among the selected nodes of all trees
         firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
         parents = new_index[self.parents[taken]] - firsts
         parents[self.depths[taken] == 0] = -1
@@ -218,15 +243,17 @@ class Forest:
         return [TokenTree(*column) for column in zip(*columns, strict=True)]
 
     def _sizes(self, indices: IntArray) -> IntArray:
-        """Return the number of nodes at ``indices`` by tree.  -> [num_trees] int64"""
+        """Return how many of the nodes at forest indices ``indices`` each tree has.  -> [num_trees]
+        int64
+        """
         return np.bincount(self.tree_of[indices], minlength=len(self.trees))
 
 
 def ranks_in_groups(order: IntArray, begins_group: BoolArray) -> IntArray:
-    """Return the rank of every node in its group, counted from 0.  -> [num_nodes] int64
+    """Return the position of every node within its group, counted from 0.  -> [num_nodes] int64
 
     Args:
-        order: [num_nodes] int64, the nodes group after group.
+        order: [num_nodes] int64, node indices sorted by group.
         begins_group: [num_nodes] bool, True where a group begins in ``order``.
     """
     indices = np.arange(len(order))
@@ -236,10 +263,10 @@ def ranks_in_groups(order: IntArray, begins_group: BoolArray) -> IntArray:
 
 
 def ranks_by_key(keys: IntArray) -> IntArray:
-    """Return for every element how many earlier elements have the same key.  -> [n] int64
+    """Return for every element the number of earlier elements with the same key.  -> [n] int64
 
     Args:
-        keys: [n] int64, none negative.
+        keys: [n] int64, non-negative.
     """
     order = np.argsort(keys, kind="stable")
     return ranks_in_groups(order, np.diff(keys[order], prepend=-1) != 0)
