@@ -26,7 +26,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.support")  # before any of it is imported
 
-from tests.support.blocked import BLOCKED, pytest_ignore_collect  # noqa: F401  a hook
+from tests.support.blocked import BLOCKED, pytest_ignore_collect  # noqa: E402, F401  a hook
 
 settings.register_profile(
     "untimed", deadline=None
