@@ -1,4 +1,4 @@
-"""What a call returns beside tokens: logits, scores and log probabilities of committed tokens."""
+"""Logits, scores and log probabilities of committed tokens, as calls return them."""
 
 from __future__ import annotations
 
