@@ -292,13 +292,12 @@ class Batcher:
 
     def _take_orders(self) -> bool:
         """Wait for work or orders, execute the orders, and return whether the thread continues."""
-        is_busy = bool(self._unfinished())
-        if not is_busy:
+        if not (unfinished := self._unfinished()):
             self.lock.rest()
         with self._changed:
             self._count()
             self._changed.wait_for(
-                lambda: is_busy or self._orders or self._state is not BatcherState.TAKING
+                lambda: unfinished or self._orders or self._state is not BatcherState.TAKING
             )
             num_orders = len(self._orders)
             state = self._state
@@ -352,8 +351,7 @@ class Batcher:
             self._count()
         self._notify(self.observer.on_step, event)
         handles = [self._handles[part.index] for part in event.requests]
-        going_on = [each for each in handles if not each.request.is_finished]
-        wake(waker for handle in going_on for waker in handle.advance())
+        wake(task for each in handles if not each.request.is_finished for task in each.advance())
         for handle in handles:
             if handle.request.is_finished:
                 self._end(handle.request)
@@ -361,10 +359,10 @@ class Batcher:
     def _count(self) -> None:
         scheduler = self._engine.scheduler
         before = self.counts.waiting
-        arriving = sum(isinstance(order, RequestHandle) for order in self._orders)
-        waiting = len(scheduler.waiting) + arriving
-        num_kept = self._engine.target.num_kept
-        self.counts = Counts(len(scheduler.running), waiting, scheduler.kv_held, num_kept)
+        arriving = [order for order in self._orders if isinstance(order, RequestHandle)]
+        waiting = len(scheduler.waiting) + len(arriving)
+        kept_tokens = self._engine.target.num_kept
+        self.counts = Counts(len(scheduler.running), waiting, scheduler.kv_held, kept_tokens)
         if waiting < before:
             self._changed.notify_all()  # wake submit(), which waits for room in the queue
 

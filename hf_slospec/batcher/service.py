@@ -344,7 +344,8 @@ class BatchingService:
             )
         speculator.lock.rest()  # preparing may have run torch in this thread, e.g. encoded images
         (params,) = call.params
-        if (needed := params.max_len + self.limits.max_nodes) > self.limits.kv_tokens:
+        needed = len(params.prompt) + params.max_new_tokens + self.limits.max_nodes
+        if needed > self.limits.kv_tokens:
             raise InvalidInputError(
                 f"prompt of {len(params.prompt)} tokens + max_new_tokens={params.max_new_tokens} + "
                 f"{self.limits.max_nodes} for speculation need {needed} tokens of K/V, and there are kv_tokens="

@@ -9,7 +9,7 @@ from hf_slospec.batcher.service import BatchingService
 from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 
-LONG = quick_or(60, 120)  # tokens of the heavy load
+LONG = quick_or(32, 120)  # tokens of the heavy load
 
 
 @pytest.fixture

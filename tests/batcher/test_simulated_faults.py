@@ -42,7 +42,7 @@ def _no_messages():
     "block", [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, BLOCKS))]
 )
 def test_every_schedule_gives_what_plain_decoding_gives(block):
-    for seed in range(block, quick_or(SEEDS // 2, SEEDS), BLOCKS):
+    for seed in range(block, quick_or(SEEDS // 4, SEEDS), BLOCKS):
         if (error := fault_of(schedule_of(seed))) is not None:
             raise AssertionError(
                 f"seed {seed} fails; run scripts/simulate_faults.py --seeds {seed}:{seed + 1}"

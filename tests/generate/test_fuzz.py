@@ -211,7 +211,7 @@ NESTED = st.builds(
 )
 
 
-@fuzzed(60)
+@fuzzed(30)
 @given(
     code=st.lists(st.sampled_from(USER_CODE), min_size=1, max_size=2, unique=True),
     nested=NESTED,

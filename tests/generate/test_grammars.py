@@ -244,7 +244,7 @@ def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
         )  # fmt: skip
         given = dict(
             logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])],
-            max_new_tokens=quick_or(56, 80),
+            max_new_tokens=quick_or(36, 80),
         )
         if knows:
             runs.append(assert_same_as_stock(target, ours.generate, inputs, **given, **options))

@@ -9,7 +9,8 @@ from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tiny.embedded import FOLDER, tiny_prompts
 from tests.support.breadth import quick_or
 
