@@ -24,10 +24,6 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 from hypothesis import settings
 
-pytest.register_assert_rewrite("tests.support")  # before it is imported
-
-from tests.support.blocked import BLOCKED, pytest_ignore_collect  # noqa: E402, F401  a hook
-
 settings.register_profile(
     "untimed", deadline=None
 )  # how long an example takes says nothing on a shared machine
@@ -35,6 +31,9 @@ settings.register_profile(
     "fuzz", deadline=None, print_blob=True, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1))
 )
 settings.load_profile("untimed")
+pytest.register_assert_rewrite("tests.support")  # before any test imports it
+
+from tests.support.blocked import BLOCKED, pytest_ignore_collect  # noqa: E402, F401  a hook
 
 
 @pytest.fixture(scope="session", autouse=True)
