@@ -12,8 +12,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.heads.loading import load_head
-from hf_slospec.tiny.inflate import inflate_head
 
 FOLDER = Path(__file__).parent / "pair"
 HIDDEN = 256  # hidden size of the embedded target
@@ -47,6 +45,9 @@ def load_tiny_drafter(kind: str, target: LlamaForCausalLM) -> DraftMethod:
     Raises:
         InvalidInputError: there is no such head.
     """
+    from hf_slospec.heads.loading import load_head
+    from hf_slospec.tiny.inflate import inflate_head
+
     if kind not in HEADS:
         raise InvalidInputError(f"kind must be one of {', '.join(HEADS)}, got {kind!r}")
     plain: Any = target
