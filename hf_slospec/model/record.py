@@ -1,4 +1,4 @@
-"""What a call returns beside tokens: logits, scores and log probabilities of committed tokens."""
+"""Outputs of a call beside tokens: logits, scores and log probabilities of committed tokens."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ class Sequences:
     # ---- reuse
 
     def withhold(self, request: RequestTokens) -> None:
-        """Never reuse the K/V of a request: it depends on more than the request's tokens."""
+        """Exclude the K/V of a request from reuse: it depends on more than the tokens."""
         self._withheld.add(request)
         if request in self._by_request:
             self.of(request).weights_state = NEVER
