@@ -244,7 +244,7 @@ class BatchingService:
 
     def on_end(self, request: Request) -> None:
         """Count a request that ended, and drop its sampler."""
-        self._samplers.remove(request)
+        self._samplers.pop(request, None)
         request.drop_hooks()
         self.telemetry.on_end(request)
 
@@ -330,12 +330,12 @@ class BatchingService:
         if options.resume is not None and record.num_top is not None:
             # The log probabilities of earlier tokens are not known.
             record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(options.resume.tokens)
-        is_plain = not (params.is_sampled or len(call.stock.processors) or record.is_wanted)
+        is_plain = not (params.is_sampled or call.stock.processors or record.is_wanted)
         sampler = None if is_plain else call.sampler(seed, sharing=self.config.max_batch)
         new_noise = None if sampler is None else partial(call.noise_of, sampler)
         request = Request(next(self._index), params, call.arrived_s, options.resume, new_noise)
         if sampler is not None:
-            self._samplers.add(request, sampler)
+            self._samplers[request] = sampler
         reader = params.prompt_reader
         handle = RequestHandle(
             request,
@@ -349,7 +349,7 @@ class BatchingService:
         try:
             batcher.submit(handle, options.block, options.timeout)
         except BaseException:
-            self._samplers.remove(request)
+            self._samplers.pop(request, None)
             raise
         if streamer is not None:
             thread = threading.Thread(

@@ -280,7 +280,7 @@ def _panel_updates(view: View | None, html: str, sent: int | None) -> list[Any]:
 def handle(
     event: Callable[..., Any], handler: Callable[..., None], inputs: Any = None, **options: Any
 ) -> None:
-    """Connect an event of a component to a handler, whose errors the page shows."""
+    """Run a handler at an event of a component, and show its errors on the page."""
 
     @functools.wraps(handler)
     def run(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Outputs of a call beside tokens: logits, scores and log probabilities of committed tokens."""
+"""Logits, scores and log probabilities of committed tokens, as calls return them."""
 
 from __future__ import annotations
 

@@ -250,29 +250,18 @@ def _greedy(logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
     return logits.argmax(-1), lambda read: [each.__getitem__ for each in _split(read, num_nodes)]
 
 
-class RequestSamplers:
+class RequestSamplers(dict[Request, StockSampler]):
     """Samplers of requests of different calls; requests without one are greedy.
 
     An error in one sampler is raised by the choosers of its requests only.
     """
-
-    def __init__(self) -> None:
-        self._samplers: dict[Request, StockSampler] = {}
-
-    def add(self, request: Request, sampler: StockSampler) -> None:
-        """Choose the tokens of a request by this sampler."""
-        self._samplers[request] = sampler
-
-    def remove(self, request: Request) -> None:
-        """Drop the sampler of a request, if it has one."""
-        self._samplers.pop(request, None)
 
     def choose(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
     ) -> PendingChoices:
         groups: dict[StockSampler | None, list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault(self._samplers.get(request), []).append(index)
+            groups.setdefault(self.get(request), []).append(index)
         by_request = logits.split([tree.num_nodes for tree in trees])
         pending: list[PendingChoices] = []
         for sampler, group in groups.items():

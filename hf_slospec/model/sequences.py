@@ -245,7 +245,7 @@ class Sequences:
     # ---- reuse
 
     def withhold(self, request: RequestTokens) -> None:
-        """Exclude the K/V of a request from reuse: it depends on more than the tokens."""
+        """Keep the K/V of a request from reuse, as it depends on more than its tokens."""
         self._withheld.add(request)
         if request in self._by_request:
             self.of(request).weights_state = NEVER
