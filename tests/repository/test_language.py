@@ -43,10 +43,10 @@ VERBS = set(
     """
     Activate Add Advance Rotate Announce Append Assign Await Begin Cache Cancel Capture Change Check Choose Clamp
     Clear Commit Compare Compute Concatenate Connect Continue Copy Count Create Decode Do Drop Empty End Enqueue
-    Evict Exclude Fill Find Fit Forward Free Give Grow Guarantee Halve Hand Handle Keep Lay Learn Leave Let Load
+    Evict Fill Find Fit Forward Free Give Grow Guarantee Halve Hand Handle Keep Lay Learn Leave Let Load
     Log Make Measure Move Pad Pass Plot Preempt Prefill Prepare Print Propose Publish Queue Raise Read Recall Record
-    Recognise Reduce Refuse Release Remember Report
-    Remove Replace Reserve Reset Return Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Store Stream
+    Recognise Reduce Refuse Release Report
+    Remove Replace Reserve Reset Return Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Stream
     Submit Take Time Train Translate Update Use Validate Wait Walk Write Yield
     """.split()
 )
