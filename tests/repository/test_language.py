@@ -42,10 +42,10 @@ NOT_FIRST = {
 VERBS = set(
     """
     Activate Add Advance Rotate Announce Append Assign Await Begin Cache Cancel Capture Change Check Choose Clamp
-    Clear Commit Compare Compute Concatenate Continue Copy Count Create Decode Do Drop Empty End Enqueue Evict Fill
-    Find Fit Forward Free Give Grow Guarantee Halve Hand Handle Keep Lay Learn Leave Let Load Log Make Measure
-    Move Pad Pass Plot Preempt Prefill Prepare Print Propose Publish Queue Raise Read Recall Record Reduce Refuse
-    Release Report
+    Clear Commit Compare Compute Concatenate Connect Continue Copy Count Create Decode Do Drop Empty End Enqueue
+    Evict Fill Find Fit Forward Free Give Grow Guarantee Halve Hand Handle Keep Lay Learn Leave Let Load
+    Log Make Measure Move Pad Pass Plot Preempt Prefill Prepare Print Propose Publish Queue Raise Read Recall Record
+    Recognise Reduce Refuse Release Report
     Remove Replace Reserve Reset Return Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Stream
     Submit Take Time Train Translate Update Use Validate Wait Walk Write Yield
     """.split()
