@@ -33,8 +33,15 @@ MODULES = {
 
 @functools.cache
 def load_entry_points(group: str) -> list[Any]:
-    """Load and return the objects that the entry points of a group name, in all distributions."""
-    return [entry.load() for entry in importlib.metadata.entry_points(group=group)]
+    """Load and return the objects that the entry points of a group name, in all distributions.
+
+    Entry points of this package whose folder was deleted are skipped.
+    """
+    return [
+        entry.load()
+        for entry in importlib.metadata.entry_points(group=group)
+        if not entry.module.startswith(f"{NAME}.") or importlib.util.find_spec(entry.module)
+    ]
 
 
 def need(extra: str, what: str) -> None:
