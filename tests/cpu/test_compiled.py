@@ -279,9 +279,9 @@ def test_one_compiler_runs_at_a_time(monkeypatch, model):
     monkeypatch.setattr(compiled, "POLL_S", 0.0)
     jobs = list[CompileJob]()
     monkeypatch.setattr(CompileJob, "start", lambda self: jobs.append(self) or START(self))
-    ours = generator(model, compile=True)
     with open(kept_file("compiled", "", "").parent / "compiler.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        ours = generator(model, compile=True)
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: another compiler runs"}
         jobs[0].run()
