@@ -1,6 +1,6 @@
 """Predicted and actual acceptance on the embedded pair, unchanged and with an over-confident draft.
 
-    python benchmarks/calibration.py --json benchmarks/results/calibration.json --plot docs/images/reliability.png
+    python -m benchmarks.calibration --json benchmarks/results/calibration.json --plot docs/images/reliability.png
 
 Held-out prompts, greedy, fp32, decoded by policy ``auto``. The figures compare the draft's
 conditional probabilities (before) and the policy's calibrated ones (after), over all children whose
@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.acceptance_record import AcceptanceRecord
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.engine.acceptance import Reliability
 
 SHARPENING = 3.0  # factor on the over-confident draft's logits
 BATCH = 4
@@ -32,6 +32,7 @@ def study(sharpening: float) -> dict[str, Any]:
         draft.model.norm.weight.data.mul_(sharpening)
     # Wide and deep trees whatever their cost, because only predictions are evaluated.
     generator = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(max_depth=6, max_width=3))
+    record = AcceptanceRecord(generator.decoder.speculator.history.acceptance)
     expected = committed = steps = 0.0
     for repeat in range(ROUNDS):
         texts = [
@@ -54,24 +55,10 @@ def study(sharpening: float) -> dict[str, Any]:
                 steps += 1
                 expected += sum(request.expected for request in step.requests)
                 committed += step.committed
-    acceptance = generator.decoder.speculator.history.acceptance
     return {
         "steps": steps,
         "expected_over_committed": expected / committed,
-        "before": figures(acceptance.record.before),
-        "after": figures(acceptance.record.after),
-        "by_depth": acceptance.record.by_depth.round(2).tolist(),
-        "by_rank": acceptance.record.by_rank.round(2).tolist(),
-    }
-
-
-def figures(reliability: Reliability) -> dict[str, Any]:
-    """Return scores and bins of predictions."""
-    columns = (reliability.predicted, reliability.accepted, reliability.count)
-    return {
-        "brier": reliability.brier,
-        "ece": reliability.ece,
-        "bins": [c.round(2).tolist() for c in columns],
+        **record.figures(generator.config.max_depth),
     }
 
 

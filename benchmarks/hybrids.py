@@ -141,7 +141,7 @@ def verify_costs(model: Any, repeats: int) -> dict[str, Any]:
     return {
         "stock_ms": round(1e3 * median(own[0] for own in rounds), 2),
         "verify": {size: round(median(own[size] / own[0] for own in rounds), 3) for size in sizes},
-        "state_mb_per_request": round(packed.state_bytes / 2**20, 2),
+        "state_mb_per_request": round(packed.family.state_bytes / 2**20, 2),
         "kv_kb_per_token": round(packed.kv_bytes_per_token / 2**10, 2),
     }
 

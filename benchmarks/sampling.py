@@ -1,8 +1,8 @@
 """Sampled text: coupled drafting against stock ``generate``, assisted generation and drafting
 without the noise.
 
-    python benchmarks/sampling.py speed --json benchmarks/results/sampling-speed-….json
-    python benchmarks/sampling.py acceptance --json benchmarks/results/sampling-acceptance.json \
+    python -m benchmarks.sampling speed --json benchmarks/results/sampling-speed-….json
+    python -m benchmarks.sampling acceptance --json benchmarks/results/sampling-acceptance.json \
         --plot docs/images/coupling.png
 
 ``speed`` interleaves all methods in one process, batch 1 and 8, in the dtype that the CPU is fast
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.acceptance_record import AcceptanceRecord
 from hf_slospec import (
     Request,
     SLOSpecConfig,
@@ -145,7 +146,8 @@ def study(
 ) -> dict[str, Any]:
     """Return figures of acceptance at a temperature; ``sharpness`` None: without coupling."""
     target, draft, tokenizer = pair
-    acceptance = Acceptance(depth)
+    acceptance = Acceptance()
+    record = AcceptanceRecord(acceptance)
     generator = SLOSpecGenerator(
         target, draft, tokenizer, SLOSpecConfig(max_depth=depth, max_width=width, coupling=sharpness is not None),
         make_policy=partial(Observed, acceptance=acceptance),
@@ -175,14 +177,13 @@ def study(
                     steps += [request.committed for request in step.requests]
                     expected += sum(request.expected for request in step.requests)
     accepted = np.array(steps) - 1
-    record = acceptance.record
+    figures = record.figures(depth)
+    scores = [figures[when] for when in ("before", "after")]  # calibration
     return {
         "tokens_per_step": round(float(np.mean(steps)), 3),
         "expected_over_committed": round(expected / sum(steps), 4),
-        "ece": [
-            round(float(own.ece), 4) for own in (record.before, record.after)
-        ],  # before and after calibration
-        "brier": [round(float(own.brier), 4) for own in (record.before, record.after)],
+        "ece": [round(score["ece"], 4) for score in scores],
+        "brier": [round(score["brier"], 4) for score in scores],
         "share_accepted": [
             round(float((accepted >= d).mean()), 4) for d in range(depth + 1)
         ],  # by depth

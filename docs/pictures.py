@@ -23,6 +23,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, TokenTree, load_tiny_pair
 from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
@@ -62,7 +63,7 @@ class Drawer:
 
     def candidates(self, requests: Sequence[Request], width: int = WIDTH) -> Sequence[TokenTree]:
         drafter = AssistantDrafter(
-            PackedModel(self.draft), DEPTH * width, self.target.config.vocab_size
+            PackedModel(self.draft), Room(DEPTH * width, self.target.config.vocab_size)
         )
         return drafter.draft(requests, Plan(DEPTH, width))
 

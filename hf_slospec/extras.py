@@ -1,7 +1,10 @@
-"""Extras of the distribution: the packages of each, and the command that installs it."""
+"""Extras of the distribution: the packages of each, and the command that installs it; and what other
+distributions add.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -26,6 +29,12 @@ MODULES = {
     "serve": SERVE,
     "suffix": ("arctic_inference",),
 }
+
+
+@functools.cache
+def load_entry_points(group: str) -> list[Any]:
+    """Load what entry points of a group name, in all distributions, and return it."""
+    return [entry.load() for entry in importlib.metadata.entry_points(group=group)]
 
 
 def need(extra: str, what: str) -> None:

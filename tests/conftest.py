@@ -24,6 +24,8 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 from hypothesis import settings
 
+from tests.support.blocked import BLOCKED, pytest_ignore_collect  # noqa: F401  a hook
+
 settings.register_profile(
     "untimed", deadline=None
 )  # how long an example takes says nothing on a shared machine
@@ -38,20 +40,24 @@ pytest.register_assert_rewrite("tests.support")  # before any test imports it
 def _settings():
     from transformers.utils import logging
 
-    from hf_slospec.cpu import compiled
-    from hf_slospec.cpu import kernels as kernel_choice
     from hf_slospec.generate.speculator import MEASURE_S
-    from tests.support import policy_names  # noqa: F401  registers the policies of the lab
+
+    if "lab" not in BLOCKED:
+        from tests.support import policy_names  # noqa: F401  registers the policies of the lab
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     MEASURE_S.update(
         target=0.06, draft=0.03
     )  # step times decide the shapes of draft trees, never the text
-    # neither do the kernels
-    kernel_choice.REPEATS = 1
-    kernel_choice.MEASURED_BYTES = 2**20
-    compiled.START_S = float("inf")  # nor is anything compiled beside the tests
+    if "cpu" not in BLOCKED:
+        from hf_slospec.cpu import compiled
+        from hf_slospec.cpu import kernels as kernel_choice
+
+        # neither do the kernels
+        kernel_choice.REPEATS = 1
+        kernel_choice.MEASURED_BYTES = 2**20
+        compiled.START_S = float("inf")  # nor is anything compiled beside the tests
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support.stand_ins.interpreter import multiply_by_rows
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_slospec.cuda.flash_kernels import HALF, FlashKernel, kernel_on
+from hf_slospec.cuda.flash_attention import kernel_on
+from hf_slospec.cuda.flash_kernels import HALF, FlashKernel
 
 HEAD_DIM = 128  # as in Llama-3.1-8B
 NVIDIA_SMI_FIELDS = (

@@ -35,7 +35,7 @@ from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of, is_oracle
 from hf_slospec.lab.texts import Library, TextModel
-from hf_slospec.lab.workload import Job, early_ends, gamma, jobs_of, mix_of
+from hf_slospec.lab.workload import Job, gamma, jobs_of, mix_of
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
 BASE_TPOT_S = 0.030  # the 70B model's, almost without load
@@ -121,6 +121,24 @@ def jobs_at(rate: str, parameters: Parameters, seed: int) -> list[Job]:
         jobs = [replace(job, output_tokens=256) for job in jobs]
     jobs = [job for job in jobs if parameters.span_s is None or job.arrival_s < parameters.span_s]
     return early_ends(of_kinds(jobs, parameters, rng), rng, parameters.whole)
+
+
+def early_ends(jobs: list[Job], rng: np.random.Generator, full_share: float) -> list[Job]:
+    """Return the requests with outputs that may end early; the old lengths become
+    ``max_new_tokens``.
+
+    Args:
+        full_share: share of the requests that keep their length; the lengths of all others are
+            uniform below it, from 5 tokens on.
+    """
+    shortened = []
+    for job in jobs:
+        length = job.output_tokens
+        if rng.random() >= full_share:
+            length = int(rng.integers(min(5, length), length + 1))
+        limit = job.max_new_tokens or job.output_tokens
+        shortened.append(replace(job, output_tokens=length, max_new_tokens=limit))
+    return shortened
 
 
 def of_kinds(jobs: list[Job], parameters: Parameters, rng: np.random.Generator) -> list[Job]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import logging
 import math
 import threading
@@ -14,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_slospec.batcher.handle import WAITS_FOR_ITSELF, RequestHandle, waiting_s, wake
-from hf_slospec.batcher.orders import Abort, BatcherState, LoadReport, Observer, Order
+from hf_slospec.batcher.orders import Abort, BatcherState, Counts, LoadReport, Observer, Order
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import (
@@ -33,8 +32,6 @@ from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.scheduler.load import ReplicaLoad, load_of
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-NewEngine = Callable[[], Engine[ContinuousScheduler]]
 
 
 class Batcher:
@@ -43,9 +40,11 @@ class Batcher:
     Other threads queue orders, which that thread carries out between steps, so that no other thread
     touches engine and scheduler."""
 
+    _engine: Engine[ContinuousScheduler]  # while its thread runs, which alone uses it
+
     def __init__(
         self,
-        new_engine: NewEngine,
+        new_engine: Callable[[], Engine[ContinuousScheduler]],
         max_queue: int,
         lock: FairLock,
         observer: Observer,
@@ -80,18 +79,12 @@ class Batcher:
         self._orders = deque[Order]()
         self._state = BatcherState.TAKING
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
-        self._running_engine: Engine[ContinuousScheduler] | None = None  # used by its thread only
-        self._clear_counts()
+        vars(self).pop("_engine", None)
+        self.counts = Counts()
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
         self._why_not = why_not
         self._starting = Lock()
-
-    def _clear_counts(self) -> None:
-        self.num_waiting = 0  # requests that wait for room
-        self.num_running = 0
-        self.kv_held = 0  # tokens of running requests
-        self.num_kept = 0  # tokens of finished requests whose K/V is kept
 
     # ---- for other threads
 
@@ -111,9 +104,9 @@ class Batcher:
         Raises:
             NotRunningError: called by the batcher's own thread while it stops.
         """
+        if self._is_taking:
+            return
         if self._thread is threading.current_thread():
-            if self._is_taking:
-                return
             raise NotRunningError(
                 "start() was called by the batcher's own thread while it stops; call it from another"
             )
@@ -146,16 +139,16 @@ class Batcher:
         limit_s = waiting_s(timeout) if may_wait else 0.0
         with self._changed:
             is_room = self._changed.wait_for(
-                lambda: self.num_waiting < self.max_queue or not self._is_taking, limit_s
+                lambda: self.counts.waiting < self.max_queue or not self._is_taking, limit_s
             )
             self.check_running()
             if not is_room:
                 raise QueueFull(
-                    f"{self.num_waiting} requests are waiting, which is max_queue; submit with block=True, or later"
+                    f"{self.counts.waiting} requests are waiting, which is max_queue; submit with block=True, or later"
                 )
             handle.thread = self._thread
             self._handles[handle.request.index] = handle
-            self.num_waiting += 1
+            self.counts = self.counts._replace(waiting=self.counts.waiting + 1)
             self._order(handle)
 
     def _order(self, order: Order) -> None:
@@ -169,9 +162,7 @@ class Batcher:
                 self._order(Abort(handle, error))
 
     def load(self) -> Future[ReplicaLoad]:
-        """Return the load of the engine before the next step; NotRunningError if none can be waited
-        for.
-        """
+        """Return the engine's load before the next step; raise NotRunningError if there is none."""
         future: Future[ReplicaLoad] = Future()
         if self._thread is threading.current_thread():
             raise NotRunningError(WAITS_FOR_ITSELF)
@@ -208,9 +199,7 @@ class Batcher:
                 self._changed.notify_all()
 
     def check_running(self, hang_s: float = math.inf) -> None:
-        """Raise NotRunningError unless the batcher takes requests and its step has not lasted
-        ``hang_s`` seconds.
-        """
+        """Raise NotRunningError unless requests are taken and the step lasts under ``hang_s``."""
         if not self._is_taking:
             raise NotRunningError(f"the batcher {self._why_not}")
         begun_s = self.step_begun_s
@@ -225,32 +214,23 @@ class Batcher:
 
     # ---- the engine's thread
 
-    @property
-    def _engine(self) -> Engine[ContinuousScheduler]:
-        assert self._running_engine is not None
-        return self._running_engine
-
-    @property
-    def _is_busy(self) -> bool:
-        return bool(self._engine.scheduler.running or self._engine.scheduler.waiting)
-
     def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
-        self._running_engine = engine
-        del engine
+        self._engine = engine
+        del engine  # it holds all K/V
         with self.in_thread():
             for part in (self._serve, self._close):
                 try:
                     part()
                 except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
                     error = error or caught
-            self._running_engine = None
+            vars(self).pop("_engine", None)
         with self._changed:
             if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
             unfinished = list(self._handles.values())
             reports = [order.future for order in self._orders if isinstance(order, LoadReport)]
-            self._clear_counts()
+            self.counts = Counts()
             self._state = BatcherState.STOPPING
             self._changed.notify_all()
         for future in reports:
@@ -264,7 +244,7 @@ class Batcher:
 
     def _serve(self) -> None:
         while self._take_orders():
-            if self._is_busy:
+            if self._unfinished():
                 self._step()
         with self.lock:
             self._engine.retire(self._unfinished())
@@ -277,26 +257,25 @@ class Batcher:
         return [*self._engine.scheduler.running, *self._engine.scheduler.waiting]
 
     def _replace_engine(self) -> SLOSpecError | None:
-        """Replace an engine whose models were moved or cast, and fail its requests; return an error
-        if that fails.
-        """
+        """End requests whose models were moved, and make a new engine or return an error."""
         error = UnsupportedModelError(
             "the model was moved, cast or given another forward while requests were running; submit them again"
         )
         for request in self._unfinished():
             self._retire(request, error)
-        engine = self._engine
+        replaced = self._engine
         try:
-            self._running_engine = self.new_engine()
+            self._engine = self.new_engine()
         except SLOSpecError as caught:  # the next requests try again
             return caught
         with self.lock:
-            engine.close()
+            replaced.close()
         return None
 
     def _take_orders(self) -> bool:
         """Wait for work or orders, carry the orders out, and return whether to go on."""
-        if not (is_busy := self._is_busy):
+        is_busy = bool(self._unfinished())
+        if not is_busy:
             self.lock.rest()
         with self._changed:
             self._count()
@@ -317,7 +296,7 @@ class Batcher:
                     if future.set_running_or_notify_cancel():
                         future.set_result(load_of(self._engine.scheduler))
         if state is BatcherState.DRAINING:
-            return self._is_busy
+            return bool(self._unfinished())
         return state is BatcherState.TAKING
 
     def _take(self, request: Request, refusal: SLOSpecError | None) -> None:
@@ -355,24 +334,20 @@ class Batcher:
             self._count()
         self._notify(self.observer.on_step, event)
         handles = [self._handles[part.index] for part in event.requests]
-        wake(
-            itertools.chain.from_iterable(
-                each.advance() for each in handles if not each.request.is_finished
-            )
-        )
+        going_on = [each for each in handles if not each.request.is_finished]
+        wake(waker for handle in going_on for waker in handle.advance())
         for handle in handles:
             if handle.request.is_finished:
                 self._end(handle.request)
 
     def _count(self) -> None:
         scheduler = self._engine.scheduler
-        before = self.num_waiting
-        arriving = [order for order in self._orders if isinstance(order, RequestHandle)]
-        self.num_waiting = len(scheduler.waiting) + len(arriving)
-        self.num_running = len(scheduler.running)
-        self.kv_held = scheduler.kv_held
-        self.num_kept = self._engine.target.num_kept
-        if self.num_waiting < before:
+        before = self.counts.waiting
+        arriving = sum(isinstance(order, RequestHandle) for order in self._orders)
+        waiting = len(scheduler.waiting) + arriving
+        num_kept = self._engine.target.num_kept
+        self.counts = Counts(len(scheduler.running), waiting, scheduler.kv_held, num_kept)
+        if waiting < before:
             self._changed.notify_all()  # there is room in the queue
 
     def _do_less(self, error: MemoryError) -> None:
@@ -383,10 +358,9 @@ class Batcher:
         with self.lock:
             if engine.relieve():
                 return
-        if preempted := engine.scheduler.relieve(engine.clock()):
-            with self.lock:
-                engine.forget(preempted)
-        elif not engine.scheduler.shrink():
+            preempted = engine.scheduler.relieve(engine.clock())
+            engine.forget(preempted)
+        if not preempted and not engine.scheduler.shrink():
             longest = max(engine.scheduler.running, key=lambda request: len(request.tokens))
             self._retire(longest, error)
 
@@ -399,35 +373,19 @@ class Batcher:
 
     def _end(self, request: Request) -> None:
         handle = self._handles.pop(request.index)
-        if request.error is not None:
-            _clear_frames(request.error)
         try:
             self._notify(self.observer.on_end, request)
         finally:
             wake(handle.advance())
 
-    def _notify(self, callback: Callable[[T], None], event: T) -> None:
+    def _notify(self, callback: Callable[[Any], None], event: Any) -> None:
         """Pass an event to the observer; requests continue if that raises."""
         try:
             callback(event)
         except Exception:
             logger.exception(
-                "the observer of the batcher raised; requests continue, and its counts may be wrong"
+                "the batcher's observer raised; requests continue, counts may be wrong"
             )
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Clear the frames that an error's traceback keeps, which refer to the engine and all of its
-    K/V.
-    """
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame: Any = traceback.tb_frame
-        while frame is not None:
-            with contextlib.suppress(RuntimeError):  # the frame still runs
-                frame.clear()
-            frame = frame.f_back
-        traceback = traceback.tb_next
 
 
 _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()

@@ -33,7 +33,7 @@ from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.call import Decoder
 from hf_slospec.model.loading import check_tokenizer, hub_options, load_model
 from hf_slospec.model.properties import input_device
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import METRICS_PREFIX
 from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.slo import SLOTpot
@@ -87,12 +87,10 @@ class SLOSpecGenerator:
             model, assistant_model, drafter=drafter, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer,
             config=config, make_policy=make_policy, fallback=fallback,
         )  # fmt: skip
-        self.model, self.assistant_model, self.processor, self.tokenizer = (
-            model,
-            assistant_model,
-            processor,
-            tokenizer,
-        )
+        self.model = model
+        self.assistant_model = assistant_model
+        self.processor = processor
+        self.tokenizer = tokenizer
         self.config = self.decoder.config
         self._service = BatchingService(self.decoder, tokenizer, processor)
 
@@ -129,9 +127,8 @@ class SLOSpecGenerator:
         check_drafting(assistant_model, drafter)
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
-        if not hub.get(
-            "local_files_only"
-        ):  # an unreachable Hub would be retried for most of a minute
+        # An unreachable Hub would be retried for most of a minute.
+        if not hub.get("local_files_only"):
             for name in (model, assistant_model):
                 hub |= {} if name is None else hub_options(name, hub.get("cache_dir"))
         tokenizer = AutoTokenizer.from_pretrained(model, **hub, **revision)
@@ -141,9 +138,8 @@ class SLOSpecGenerator:
             kind, model, allow_missing, dtype=dtype, device_map=device_map, **model_kwargs | hub
         )
         if (target.tp_size or 1) > 1:
-            device_map = input_device(
-                target
-            )  # for the whole draft, beside this process's part of the target
+            # For the whole draft, beside this process's part of the target.
+            device_map = input_device(target)
         draft = None
         if assistant_model is not None:
             draft = load_model(

@@ -24,7 +24,7 @@ from hf_slospec.errors import (
     RequestCancelledError,
 )
 from hf_slospec.forks import Condition
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.request import Request
 from hf_slospec.request.state import FinishReason, Progress
@@ -100,11 +100,12 @@ class RequestHandle:
         """Publish the tokens committed so far, wake all waiting threads, and return the tasks to
         :func:`wake`.
         """
+        if self.request.error is not None:
+            _clear_frames(self.request.error)
+            self._traceback = self.request.error.__traceback__
         with self._changed:
             self._num_ready = self.request.num_emitted
             self._is_done = self.request.is_finished
-            if self.request.error is not None:
-                self._traceback = self.request.error.__traceback__
             self._changed.notify_all()
             return [waker for waker in self._wakers if self._has_more_than(waker.num_known)]
 
@@ -322,6 +323,20 @@ class RequestHandle:
             raise self.request.error.with_traceback(self._traceback)
         if self.request.finish_reason == "cancelled":
             raise RequestCancelledError(f"request {self.request.index} was cancelled")
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames that an error's traceback keeps, which refer to the engine and all of its
+    K/V.
+    """
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame: Any = traceback.tb_frame
+        while frame is not None:
+            with contextlib.suppress(RuntimeError):  # the frame still runs
+                frame.clear()
+            frame = frame.f_back
+        traceback = traceback.tb_next
 
 
 class Waker:

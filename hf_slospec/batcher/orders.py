@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.engine.events import StepEvent
@@ -19,6 +19,15 @@ class BatcherState(Enum):
     TAKING = "takes and decodes them"
     DRAINING = "takes no more, and decodes those it has"
     STOPPING = "cancels them"
+
+
+class Counts(NamedTuple):
+    """Present load of a batcher; the fields are those of :class:`Stats`."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_tokens: int = 0
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True)

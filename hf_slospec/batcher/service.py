@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_slospec.assembly import limits_of, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.handle import RequestHandle
+from hf_slospec.batcher.orders import Counts
 from hf_slospec.batcher.stats import Collector, Stats, Telemetry
 from hf_slospec.batcher.submission import (
     Prompt,
@@ -50,7 +51,8 @@ from hf_slospec.generate.prepare import prepare
 from hf_slospec.model.host_memory import return_freed_memory
 from hf_slospec.model.properties import autocast_dtype, trained_len
 from hf_slospec.model.ranks import Follower
-from hf_slospec.model.sampling import RequestSamplers, TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
+from hf_slospec.model.sampling import RequestSamplers
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.request import Request
@@ -76,17 +78,13 @@ class BatchingService:
         self.telemetry = Telemetry()
         self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
-        self._batcher: Batcher | Follower | None = (
-            None  # a follower in all but the first process of the model
-        )
+        # A follower in all but the first process of the model.
+        self._batcher: Batcher | Follower | None = None
         self._limits: Limits | None = None
         self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
-        self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: (
-            None
-        )  # weak: it holds all K/V
-        self._placements: list[
-            tuple[Any, ...]
-        ] = []  # placements of the models when the engine was made
+        # Weak, as the engine holds all K/V.
+        self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None
+        self._placements = list[tuple[Any, ...]]()  # of the models when the engine was made
         self._is_led = False  # by this service's batcher; see Ranks
         self._index = itertools.count()
         self._lock = FairLock()
@@ -116,15 +114,12 @@ class BatchingService:
                 if kv_tokens is None:
                     kv_tokens = ranks.least(speculator.affordable_kv_tokens())
                 self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes)
-                new_engine, lock, max_queue = (
-                    self._new_engine,
-                    speculator.lock,
-                    self.config.max_queue,
-                )
+                new_engine = self._new_engine
                 if ranks.is_first:
+                    max_queue = self.config.max_queue
                     self._batcher = Batcher(
-                        new_engine, max_queue, lock, self, _batcher_thread, self._is_current
-                    )
+                        new_engine, max_queue, speculator.lock, self, _batcher_thread, self._is_current,
+                    )  # fmt: skip
                 else:
                     self._batcher = ranks.new_follower(new_engine, speculator, _batcher_thread)
             if not self._batcher.is_running:
@@ -200,11 +195,9 @@ class BatchingService:
         speculator.renew()
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
-        others = self._samplers, slots, max_kept
-        target = ranks.new_target(speculator, *others)
-        drafter = speculator.new_drafter(
-            slots, max_kept, keeps_rng=False
-        )  # every request has its own noise
+        target = ranks.new_target(speculator, self._samplers, slots, max_kept)
+        # Every request has its own noise.
+        drafter = speculator.new_drafter(slots, max_kept, keeps_rng=False)
         costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
         engine = new_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
@@ -257,16 +250,17 @@ class BatchingService:
 
     def stats(self) -> Stats:
         """Return a snapshot."""
-        batcher = self._batcher
         speculator = self.decoder.speculator
-        names = ("running", "waiting", "kv_tokens", "kept_tokens", "kv_limit")
-        counts = dict.fromkeys(names, 0)
+        counts = Counts()
+        kv_limit = 0
         memory = None
-        if isinstance(batcher, Batcher):
-            values = batcher.num_running, batcher.num_waiting, batcher.kv_held, batcher.num_kept
-            counts = dict(zip(names, (*values, self.limits.kv_tokens), strict=True))
-            memory = speculator.memory(batcher.num_running)
-        return self.telemetry.stats(**counts, memory=memory, forwards=speculator.forwards)
+        if isinstance(self._batcher, Batcher):
+            counts = self._batcher.counts
+            kv_limit = self.limits.kv_tokens
+            memory = speculator.memory(counts.running)
+        return self.telemetry.stats(
+            **counts._asdict(), kv_limit=kv_limit, memory=memory, forwards=speculator.forwards
+        )
 
     def collector(self, prefix: str) -> Collector:
         """Return a collector for Prometheus; raises MissingExtraError without prometheus_client."""
@@ -293,47 +287,46 @@ class BatchingService:
                 "submit outside of it, and let Accelerator.prepare turn autocast on within the model's forward"
             )
         streamer = arguments.pop("streamer", None)
+        earlier = None
         if continues is None:
             inputs = inputs_of(prompt, images, self.tokenizer, self.processor)
         else:
             inputs = inputs_after(continues, prompt, images, self.tokenizer)
-        inputs["attention_mask"] = torch.ones_like(inputs["inputs"])
-        inputs = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
-                  for name, value in inputs.items()}  # fmt: skip
-
-        def new_stop_strings(tokenizer: Any, strings: str | Sequence[str]) -> OutputStopStrings:
-            min_tokens = configured("min_new_tokens", self.decoder.model, arguments) or 0
-            skips = options.skip_special_tokens
-            to_text = (
-                self._texts[skips] if tokenizer is self.tokenizer else Detokenizer(tokenizer, skips)
-            )
-            return OutputStopStrings(to_text, strings, inputs["inputs"].shape[1], min_tokens)
-
-        earlier = None
-        if continues is not None:
             earlier = continues.metrics
             if not options.cache_salt:  # the K/V of the earlier request is found under its salt
                 salt = continues.request.params.cache_salt
                 options = options.model_copy(update={"cache_salt": salt})
+        model = self.decoder.model
+        inputs["attention_mask"] = torch.ones_like(inputs["inputs"])
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                inputs[name] = value.to(model.device)
+        to_text = self._texts[options.skip_special_tokens]
+
+        def new_stop_strings(tokenizer: Any, strings: str | Sequence[str]) -> OutputStopStrings:
+            min_tokens = configured("min_new_tokens", model, arguments) or 0
+            skips = options.skip_special_tokens
+            texts = to_text if tokenizer is self.tokenizer else Detokenizer(tokenizer, skips)
+            return OutputStopStrings(texts, strings, inputs["inputs"].shape[1], min_tokens)
+
         arguments = {"tokenizer": self.tokenizer} | arguments | inputs
         speculator = self.decoder.speculator_of(arguments)
-        with keeping_rope_deltas(self.decoder.model):
+        with keeping_rope_deltas(model):
             call = prepare(
                 speculator, slo_tpot, arguments, options, earlier, batcher.is_idle, new_stop_strings
             )
         speculator.lock.rest()  # this thread may have read weights or encoded images
         (params,) = call.params
-        num_tokens = len(params.prompt) + params.max_new_tokens
-        if (needed := num_tokens + self.limits.max_nodes) > self.limits.kv_tokens:
+        if (needed := params.max_len + self.limits.max_nodes) > self.limits.kv_tokens:
             raise InvalidInputError(
                 f"prompt of {len(params.prompt)} tokens + max_new_tokens={params.max_new_tokens} + "
                 f"{self.limits.max_nodes} for speculation need {needed} tokens of K/V, and there are kv_tokens="
                 f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
             )
         record = call.rows.record
-        seed = None
-        if params.is_sampled:
-            seed = secrets.randbits(63) if options.seed is None else options.seed
+        seed = options.seed if params.is_sampled else None
+        if params.is_sampled and seed is None:
+            seed = secrets.randbits(63)
         if options.resume is not None and record.num_top is not None:
             # The log probabilities of earlier tokens are not known.
             record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(options.resume.tokens)
@@ -343,11 +336,10 @@ class BatchingService:
         request = Request(next(self._index), params, call.arrived_s, options.resume, new_noise)
         if sampler is not None:
             self._samplers.add(request, sampler)
-        to_text = None if self.tokenizer is None else self._texts[options.skip_special_tokens]
         reader = params.prompt_reader
         handle = RequestHandle(
             request,
-            to_text,
+            None if self.tokenizer is None else to_text,
             batcher.abort,
             seed,
             record.logprobs[0],

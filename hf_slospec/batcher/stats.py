@@ -162,9 +162,8 @@ class Telemetry:
         self._lock = FairLock()
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
-        self._accepted_lengths: Counter[int] = (
-            Counter()
-        )  # draft trees by the number of their tokens that were accepted
+        # Draft trees by the number of their tokens that were accepted.
+        self._accepted_lengths: Counter[int] = Counter()
         self._ttft_s: deque[float] = deque(maxlen=RECENT)
         self._tpot_s: deque[float] = deque(maxlen=RECENT)
         self._histograms = {name: _Histogram(buckets) for name, buckets in HISTOGRAMS.items()}
@@ -318,9 +317,8 @@ def _observations(request: Request, metrics: RequestMetrics) -> dict[str, float]
         "request_generation_tokens": metrics.tokens,
         "request_params_max_tokens": request.params.max_new_tokens,
     }
-    if (
-        stats.entered_s is not None and not metrics.resumed
-    ):  # otherwise another engine had it in its queue
+    # Otherwise another engine had it in its queue.
+    if stats.entered_s is not None and not metrics.resumed:
         observations["request_queue_time_seconds"] = stats.entered_s - stats.arrived_s
         observations["request_prefill_time_seconds"] = first_s - stats.entered_s
         observations["request_inference_time_seconds"] = stats.last_token_s - stats.entered_s
@@ -328,8 +326,8 @@ def _observations(request: Request, metrics: RequestMetrics) -> dict[str, float]
 
 
 def _per_position(lengths: Counter[int]) -> list[int]:
-    """Return how many draft trees had an accepted token at each level, of counts by accepted
-    tokens.
+    """Return how many draft trees had an accepted token at each level; ``lengths`` counts trees by
+    their accepted tokens.
     """
     levels = range(max(lengths, default=0))
     return [sum(count for length, count in lengths.items() if length > level) for level in levels]

@@ -6,7 +6,7 @@ import html
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jinja2 import TemplateError
@@ -73,12 +73,7 @@ def inputs_of(
     Raises:
         InvalidInputError, InvalidTypeError: the prompt or its images cannot be processed.
     """
-    is_chat = (
-        isinstance(prompt, Sequence)
-        and bool(prompt)
-        and all(isinstance(message, dict) for message in prompt)
-    )
-    if images is None and not (is_chat and any(map(_has_images, prompt))):
+    if images is None and not (_is_chat(prompt) and any(map(_has_images, prompt))):
         return {"inputs": torch.tensor([prompt_ids(prompt, tokenizer)], device="cpu")}
     if processor is None:
         raise InvalidInputError(
@@ -143,12 +138,17 @@ def inputs_after(
 
 def tensors_of_one(processed: Mapping[str, Any]) -> dict[str, Any]:
     """Return a processor's output for one prompt as arguments of ``generate``."""
-    inputs = {
-        name: value
-        for name, value in processed.items()
-        if name not in ("input_ids", "attention_mask")
-    }
-    return inputs | {"inputs": processed["input_ids"]}
+    inputs = {name: value for name, value in processed.items() if name != "attention_mask"}
+    inputs["inputs"] = inputs.pop("input_ids")
+    return inputs
+
+
+def _is_chat(prompt: Any) -> TypeGuard[Sequence[dict[str, Any]]]:
+    return (
+        isinstance(prompt, Sequence)
+        and bool(prompt)
+        and all(isinstance(message, dict) for message in prompt)
+    )
 
 
 def _has_images(message: dict[str, Any]) -> bool:
@@ -172,19 +172,12 @@ def prompt_ids(
     """
     if isinstance(prompt, str):
         given = _tokenizer_for("a text", tokenizer)
+        options = {"add_special_tokens": False} if is_appended else {}
         try:
-            ids = (
-                given(prompt, add_special_tokens=False)["input_ids"]
-                if is_appended
-                else given(prompt)["input_ids"]
-            )
+            ids = given(prompt, **options)["input_ids"]
         except REFUSALS as error:  # such as half of a surrogate pair
             raise InvalidInputError(f"the tokenizer refused the prompt: {error}") from error
-    elif (
-        isinstance(prompt, Sequence)
-        and prompt
-        and all(isinstance(message, dict) for message in prompt)
-    ):
+    elif _is_chat(prompt):
         if is_appended:
             raise InvalidTypeError(
                 "chat messages cannot be appended by continues; append a text, or submit the whole chat"
@@ -260,9 +253,8 @@ def in_template_form(
         lambda message: True,
         lambda message: message.get("role") != "system" or _has_others(message),
     ]
-    hidden: list[
-        int
-    ] = []  # messages whose texts the first form that the template takes does not show
+    # Messages whose texts the first form that the template takes does not show.
+    hidden = list[int]()
     for listed in dict.fromkeys(tuple(map(test, messages)) for test in tests):
         form = [
             _as_parts(each) if is_list else _as_string(each)
@@ -301,10 +293,8 @@ def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, A
         rendered = _rendered(processor, chat, options)
         wanted = {word: word for word in words}
     except REFUSALS:  # a template that wants texts of a certain kind
-        rendered, wanted = (
-            _rendered(processor, messages, options),
-            {word: text for word, (_, text) in words.items()},
-        )
+        rendered = _rendered(processor, messages, options)
+        wanted = {word: text for word, (_, text) in words.items()}
     if not isinstance(rendered, str):  # a processor that does not say what it renders
         return []
     prompt = _squeezed(html.unescape(rendered))

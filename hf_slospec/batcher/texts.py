@@ -8,43 +8,27 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_slospec.forks import cached_property
 
 ToText = Callable[[list[int]], str]
 INVALID = "\ufffd"  # in place of bytes that are no UTF-8, such as part of a character
-CONTEXT_SIZES = (
-    8,
-    64,
-    1024,
-)  # last tokens of a prompt that are tried as context before the whole prompt
-WORD = re.compile(
-    r".*\w{4}", re.DOTALL
-)  # clean_up_tokenization changes no text up to the end of such a word
+# Last tokens of a prompt that are tried as context before the whole prompt.
+CONTEXT_SIZES = (8, 64, 1024)
+# clean_up_tokenization changes no text up to the end of such a word.
+WORD = re.compile(r".*\w{4}", re.DOTALL)
 
 
-def _bytes_by_char() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies (GPT-2)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(moved)
-    }
-
-
-BYTES_BY_CHAR = _bytes_by_char()
+BYTES_BY_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # of byte-level tokens
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # byte tokens of sentencepiece vocabularies
 
 
 def bytes_of(token: str, is_byte_level: bool) -> bytes:
     """Return the text of a token of a byte-level or sentencepiece vocabulary."""
     if is_byte_level:
-        values = [BYTES_BY_CHAR.get(char) for char in token]
-        return (
-            bytes(value for value in values if value is not None)
-            if None not in values
-            else token.encode()
-        )
+        is_bytes = all(char in BYTES_BY_CHAR for char in token)
+        return bytes(BYTES_BY_CHAR[char] for char in token) if is_bytes else token.encode()
     if (byte := BYTE_TOKEN.fullmatch(token)) is not None:
         return bytes.fromhex(byte[1])
     return token.replace("▁", " ").encode()
@@ -124,22 +108,18 @@ class TextStream:
         """``prompt``: tokens before the first one; their text is not returned, but the first
         token's depends on it.
         """
-        self._to_text, self.held = (
-            to_text,
-            "",
-        )  # held: text of the tokens so far that further tokens may change
+        self._to_text = to_text
+        self.held = ""  # text of the tokens so far that further tokens may change
         self._byte_tokens = frozenset[int]()
         self._cleans_up = False
         if isinstance(to_text, Detokenizer):
             self._byte_tokens = to_text.byte_tokens
             self._cleans_up = to_text.cleans_up
-        self._tokens = self._context(
-            prompt
-        )  # decoded at every step; the first ones for context only
+        # Decoded at every step; the first ones for context only.
+        self._tokens = self._context(prompt)
         self._num_context = len(self._tokens)
-        self._num_returned = (
-            len(to_text(self._tokens).rstrip(INVALID)) if self._tokens else 0
-        )  # characters
+        # Characters.
+        self._num_returned = len(to_text(self._tokens).rstrip(INVALID)) if self._tokens else 0
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """Return the last tokens of a prompt that suffice to decode what follows as behind the
@@ -160,9 +140,8 @@ class TextStream:
         self.held = text[max(self._num_returned, final) :]
         self._num_returned = max(self._num_returned, final)
         after = self._tokens[self._num_context :]
-        if not self.held and (
-            context := self._to_text(after)
-        ):  # tokens without text, such as special ones, give none
+        # Tokens without text, such as special ones, give none.
+        if not self.held and (context := self._to_text(after)):
             self._tokens = after
             self._num_context = len(after)
             self._num_returned = len(context)
@@ -204,20 +183,16 @@ class StoppedText:
             prompt: tokens before the output, in which no stop string is searched for.
             min_tokens: number of first tokens that complete no stop string.
         """
-        self._stream, self._stop_strings, self._keeps_stop = (
-            TextStream(to_text, prompt),
-            stop_strings,
-            keeps_stop,
-        )
+        self._stream = TextStream(to_text, prompt)
+        self._stop_strings = stop_strings
+        self._keeps_stop = keeps_stop
         self._skipped = (
             to_text.skipped
             if isinstance(to_text, Detokenizer) and stop_strings
             else lambda token: ""
         )
-        self._min_tokens, self._begin = (
-            min_tokens,
-            0,
-        )  # no stop string ends in the text before _begin
+        self._min_tokens = min_tokens
+        self._begin = 0  # no stop string ends in the text before
         self._held = ""  # text that may be the beginning of a stop string
         self.stop_string: str | None = None  # the one at which the text was cut
 
@@ -294,12 +269,10 @@ class OutputStopStrings:
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         if not strings or not all(isinstance(stop, str) and stop for stop in strings):
             raise ValueError("at least one is needed, and none may be empty")
-        self._to_text, self._strings, self._min_tokens, self._num_seen = (
-            to_text,
-            strings,
-            min_tokens,
-            prompt_len,
-        )
+        self._to_text = to_text
+        self._strings = strings
+        self._min_tokens = min_tokens
+        self._num_seen = prompt_len
         self._text: StoppedText | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

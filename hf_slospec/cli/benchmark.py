@@ -51,9 +51,8 @@ class Method:
     name: str
     batch: int
     run: GenerateCall
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = (
-        contextlib.nullcontext
-    )  # entered before timing
+    # Entered before timing
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)
@@ -211,14 +210,14 @@ def summarize(
     """
     rows = []
     for (name, batch), timed in samples.items():
-        plain = samples[PLAIN, batch]
-        ratios = [p.seconds / s.seconds for p, s in zip(plain, timed, strict=True)]
-        pairs = [
-            pair
-            for p, s in zip(plain, timed, strict=True)
-            for pair in zip(p.sequences, s.sequences, strict=True)
+        pairs = list(zip(samples[PLAIN, batch], timed, strict=True))
+        ratios = [plain.seconds / sample.seconds for plain, sample in pairs]
+        equal = [
+            torch.equal(*rows)
+            for plain, sample in pairs
+            for rows in zip(plain.sequences, sample.sequences, strict=True)
         ]
-        equal = [torch.equal(stock, ours) for stock, ours in pairs]
+        median_s = statistics.median(sample.seconds for sample in timed)
         lengths = [m.acceptance_length for s in timed if s.slo for m in s.slo if m.steps]
         rows.append(
             {
@@ -226,12 +225,8 @@ def summarize(
                 "name": name,
                 "speedup_vs_generate": round(statistics.median(ratios), 3),
                 "speedup_per_repeat": [round(ratio, 3) for ratio in ratios],
-                "tokens_per_s": round(
-                    batch * new_tokens / statistics.median(s.seconds for s in timed), 2
-                ),
-                "ms_per_token_and_row": round(
-                    1e3 * statistics.median(s.seconds for s in timed) / new_tokens, 2
-                ),
+                "tokens_per_s": round(batch * new_tokens / median_s, 2),
+                "ms_per_token_and_row": round(1e3 * median_s / new_tokens, 2),
                 "acceptance_length": round(statistics.mean(lengths), 3) if lengths else None,
                 "rows_equal_to_generate": f"{sum(equal)}/{len(equal)}",
             }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from rich.console import Console
 
 from hf_slospec.config import SLOSpecConfig
@@ -81,9 +81,11 @@ def with_options(*parameters: inspect.Parameter) -> Callable[[Command], Command]
                 {parameter.name: values.pop(parameter.name) for parameter in parameters}, **values
             )
 
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        signature = inspect.Signature([*parameters, *own], return_annotation=None)
+        _, *of_command = inspect.signature(command, eval_str=True).parameters.values()
+        of_command = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in of_command
+        ]
+        signature = inspect.Signature([*parameters, *of_command], return_annotation=None)
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {
             name: parameter.annotation for name, parameter in signature.parameters.items()
@@ -133,28 +135,28 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def settings_of(text: str, model: type[BaseModel] = SLOSpecConfig, field: str = "config") -> Any:
-    """Return the settings that the option of a field has as JSON; raises BadParameter if they are
+def settings_of(text: str, kind: Any, option: str) -> Any:
+    """Return the settings of this type that an option has as JSON; raises BadParameter if they are
     invalid.
     """
     try:
-        return model.model_validate_json(text)
+        return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        raise typer.BadParameter(f"{flag(field)}: {describe_validation_error(error)}") from error
+        raise typer.BadParameter(f"{option}: {describe_validation_error(error)}") from error
 
 
-def config_of(text: str, **given: Any) -> SLOSpecConfig:
+def config_of(text: str, **overrides: Any) -> SLOSpecConfig:
     """Return the settings of ``--config``, with fields that have options of their own where these
     are given.
 
     Raises:
         BadParameter: for invalid settings.
     """
-    settings: SLOSpecConfig = settings_of(text)
-    for field, value in given.items():
+    settings: SLOSpecConfig = settings_of(text, SLOSpecConfig, "--config")
+    for field, value in overrides.items():
         if value is not None:
             text = json.dumps({**json.loads(text), field: value})
-            settings = settings_of(text, field=field)
+            settings = settings_of(text, SLOSpecConfig, flag(field))
     return settings
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_slospec.model.measure import CURVE, HELD_OUT, REPEATS, measure, save_profile
+from hf_slospec.model.measure import CURVE, HELD_OUT, REPEATS, Forwards, measure, save_profile
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
 
@@ -38,22 +38,15 @@ def profile(
     """
     show(f"measuring the {name}")
     with evaluating(packed.model):
-        measured = measure(
-            packed, seconds, held_out=True, repeats=4 * REPEATS,
-        )  # fmt: skip
+        measured = measure(Forwards(packed), seconds, held_out=True, repeats=4 * REPEATS)
     sizes = (*CURVE, *HELD_OUT)
     cost = measured.fit()
     if keep:
         save_profile(packed, cost)
     return {
         "measured": [
-            {
-                "tokens": s.num_tokens,
-                "requests": s.num_requests,
-                "keys_each": s.keys_each,
-                "ms": round(1e3 * t, 3),
-            }
-            for s, t in sorted(measured.seconds.items())
+            _place(size) | {"ms": round(1e3 * seconds, 3)}
+            for size, seconds in sorted(measured.seconds.items())
         ],
         "fit": {
             "tokens": cost.curve.num_tokens,
@@ -63,15 +56,14 @@ def profile(
         },
         "not_measured": sorted({size.num_tokens for size in sizes if size not in measured.seconds}),
         "held_out": [
-            {
-                "tokens": s.num_tokens,
-                "requests": s.num_requests,
-                "keys_each": s.keys_each,
-                "error": round(error, 4),
-            }
-            for s, error in sorted(measured.errors(cost).items())
+            _place(size) | {"error": round(error, 4)}
+            for size, error in sorted(measured.errors(cost).items())
         ],
     }
+
+
+def _place(size: Any) -> dict[str, Any]:
+    return {"tokens": size.num_tokens, "requests": size.num_requests, "keys_each": size.keys_each}
 
 
 def table(name: str, record: dict[str, Any]) -> Table:
@@ -110,15 +102,12 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
         panel.plot(
             record["fit"]["tokens"], record["fit"]["ms"], color="#0072B2", label="fit, without keys"
         )
-        panel.plot(
-            [m["tokens"] for m in plain],
-            [m["ms"] for m in plain],
-            "o",
-            color="#0072B2",
-            label="one request",
-        )
-        panel.plot([m["tokens"] for m in other], [m["ms"] for m in other], "^", color="#D55E00",
-                   label="several requests or long contexts")  # fmt: skip
+        for points, mark, color, label in (
+            (plain, "o", "#0072B2", "one request"),
+            (other, "^", "#D55E00", "several requests or long contexts"),
+        ):
+            tokens = [point["tokens"] for point in points]
+            panel.plot(tokens, [point["ms"] for point in points], mark, color=color, label=label)
         panel.set(
             xscale="log",
             xlabel="tokens of the forward",

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_slospec.cpu import operators, twin
+from hf_slospec.cpu import joined_linears, operators, twin
 from hf_slospec.cpu.twin import GraphDescription, Interface, export_graph
 from hf_slospec.model.machine import kept_file, write_atomically
 
@@ -59,18 +59,17 @@ class CompileJob:
         Raises:
             OSError: the cache directory cannot be written.
         """
-        sources = [
-            Path(module.__file__ or "").read_text() for module in (operators, twin)
-        ] + description.sources
-        sources.append(
-            operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2]
-        )  # the operators' arguments
+        modules = (operators, twin, joined_linears)
         num_threads = torch.get_num_threads()
-        versions = {"transformers": transformers.__version__, "sources": sources}
         key = {
             **description.identity(),
             **operators.instructions(),
-            **versions,
+            "transformers": transformers.__version__,
+            "sources": [
+                *(Path(module.__file__ or "").read_text() for module in modules),
+                *description.sources,
+                operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2],  # their arguments
+            ],
             "threads": num_threads,
         }
         path = kept_file("compiled", description.model_class.__name__, key).with_suffix(".pt2")

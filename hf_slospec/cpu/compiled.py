@@ -25,7 +25,6 @@ from hf_slospec.cpu import operators
 from hf_slospec.cpu.compile_job import NICENESS, POLL_S, CompileJob
 from hf_slospec.cpu.joined_linears import JoinedLinears
 from hf_slospec.cpu.kernels import granularity
-from hf_slospec.cpu.operators import plan_for_operators
 from hf_slospec.cpu.twin import MIN_SIZE, GraphDescription, Interface
 from hf_slospec.model.batch import PackedBatch
 from hf_slospec.model.eager import EagerPath
@@ -394,7 +393,7 @@ class _Graph:
         """Compute a forward; RuntimeError if a weight has another shape, dtype or layout than was
         compiled.
         """
-        self._linears.context.follow(pool, plan_for_operators(batch))
+        self._linears.context.follow(pool, batch)
         num_tokens = tokens.shape[1]
         num_logits = len(tensors.logit_rows)
         # Padded, as graphs need two tokens or more, and as oneDNN caches half a megabyte for each

@@ -30,7 +30,7 @@ ALIGNMENT = 64  # bytes to which torch aligns what it allocates
 Product = Callable[[torch.Tensor], torch.Tensor]  # [1, num_rows, inputs] -> [1, num_rows, outputs]
 
 
-class Way(NamedTuple):
+class ProductKind(NamedTuple):
     """Kind of product by weights of one shape."""
 
     # By blocks, with chunks of this size; None: by torch's product of groups.
@@ -98,14 +98,16 @@ class ExactProducts(LinearOverride):
         """Return products with ``rows`` [1, num_rows, inputs].  -> [1, num_rows, outputs]"""
         shape = tuple(weight.shape)
         threads = torch.get_num_threads()
-        way = way_for(rows.dtype, shape, is_transposed, bias is not None, self._as_one, threads)
-        if way.chunk is None:
-            return _in_groups(rows, way.sizes, _plain(weight, bias, is_transposed))
+        kind = product_kind(
+            rows.dtype, shape, is_transposed, bias is not None, self._as_one, threads
+        )
+        if kind.chunk is None:
+            return _in_groups(rows, kind.sizes, _plain(weight, bias, is_transposed))
         copy: Blocks | None = self._copies.get(weight)
         if copy is None:
             with torch.inference_mode(False):  # copies may outlive the caller's inference mode
                 plain = weight.detach()
-                copy = Blocks(plain.T if is_transposed else plain, way.chunk)
+                copy = Blocks(plain.T if is_transposed else plain, kind.chunk)
             self._copies[weight] = copy
         return copy(rows, bias)
 
@@ -138,14 +140,14 @@ def _in_groups(rows: torch.Tensor, sizes: tuple[int, ...], product: Product) -> 
 
 @functools.cache
 @torch.no_grad()
-def way_for(
+def product_kind(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     is_transposed: bool,
     has_bias: bool,
     as_one: bool,
     num_threads: int,
-) -> Way:
+) -> ProductKind:
     """Return how to multiply by weights of a shape, found by trying products whose sums cancel out
     to rounding errors.
 
@@ -164,19 +166,16 @@ def way_for(
     )
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(2 * (inputs // 2), generator=generator, device="cpu")
-    halves = [
-        torch.randn(size, inputs // 2, generator=generator, device="cpu")
-        for size in (outputs, num_rows)
-    ]
-    weight = F.pad(torch.cat((halves[0], halves[0]), dim=1)[:, order], (0, inputs % 2)).to(dtype)
-    rows = F.pad(torch.cat((halves[1], -halves[1]), dim=1)[:, order], (0, inputs % 2)).to(dtype)[
-        None
-    ]
-    bias = (
-        1e-6 * torch.randn(outputs, generator=generator, device="cpu").to(dtype)
-        if has_bias
-        else None
-    )
+    tensors = []
+    for size, sign in ((outputs, 1), (num_rows, -1)):
+        half = torch.randn(size, inputs // 2, generator=generator, device="cpu")
+        whole = torch.cat((half, sign * half), dim=1)[:, order]
+        tensors.append(F.pad(whole, (0, inputs % 2)).to(dtype))
+    weight = tensors[0]
+    rows = tensors[1][None]
+    bias = None
+    if has_bias:
+        bias = 1e-6 * torch.randn(outputs, generator=generator, device="cpu").to(dtype)
     product = _plain(weight.T.contiguous() if is_transposed else weight, bias, is_transposed)
     alone = _in_groups(rows, (1,), product)
     for chunk in CHUNKS if _has_blocks() else ():
@@ -185,13 +184,13 @@ def way_for(
         except OverflowError:
             break
         if not as_one or torch.equal(blocks(rows, bias), alone):
-            return Way(chunk)
+            return ProductKind(chunk)
     sizes = [1]
     for size in SIZES[1:]:
         if not torch.equal(_in_groups(rows, (size,), product), alone):
             break
         sizes.append(size)
-    return Way(sizes=tuple(sizes) if as_one or len(sizes) > 1 else (PADDED_SIZE,))
+    return ProductKind(sizes=tuple(sizes) if as_one or len(sizes) > 1 else (PADDED_SIZE,))
 
 
 @functools.cache

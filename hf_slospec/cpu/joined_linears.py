@@ -1,14 +1,16 @@
-"""Weights of a compiled graph's linear layers, packed for the fastest kernel.
+"""Linear layers of a compiled graph, whose weights are packed for the fastest kernel.
 
 Layers that read the same input are joined into one matrix."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from hf_slospec.cpu.kernels import (
     BLOCKS,
@@ -16,8 +18,8 @@ from hf_slospec.cpu.kernels import (
     PACKING,
     PLAIN,
     SIZES,
-    Choice,
     Kernel,
+    KernelChoice,
     choose,
     packed_by,
 )
@@ -27,7 +29,7 @@ from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.memory import free_memory
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
-BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
+BLOCKS_ONLY = KernelChoice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 
 
 class JoinedLinears:
@@ -55,7 +57,7 @@ class JoinedLinears:
         self.context = Context(is_invariant)
         self._model = model
         self.names = names
-        self._choices: dict[Any, Choice] = {}
+        self._choices: dict[Any, KernelChoice] = {}
         # By index: versions of the weights that a packed copy was made from, and its bytes.
         self._made: dict[int, tuple[list[int], int]] = {}
         self._find_layers()
@@ -109,7 +111,7 @@ class JoinedLinears:
         num_bytes = sum(matrix.num_bytes for matrix in matrices)
         self._made[index] = versions, num_bytes
 
-    def _choice(self, index: int) -> Choice:
+    def _choice(self, index: int) -> KernelChoice:
         """Return the kernel for this layer, measured on joined weights of its shape if this machine
         has not yet.
         """
@@ -135,3 +137,42 @@ def _shape_of(layers: Sequence[Any]) -> Any:
 
 def _versions_of(layers: Sequence[Any]) -> list[int]:
     return [weight_version(layer.weight) for layer in layers]
+
+
+def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[str]]:
+    """Replace linear layers of one input by one, and number them anew; return their names by
+    number.
+    """
+    graph = program.graph_module.graph
+    by_input = defaultdict[Any, list[Any]](list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.hf_slospec.linear.default:
+            by_input[node.args[0]].append(node)
+    linears = list[list[str]]()
+    for nodes in by_input.values():
+        x, context = nodes[0].args[:2]  # the input may be an output of a joined layer by now
+        outputs = [node.args[3] for node in nodes]
+        index = len(linears)
+        linears.append([names[node.args[2]] for node in nodes])
+        if len(nodes) == 1:
+            nodes[0].args = x, context, index, outputs[0]
+            continue
+        with graph.inserting_before(nodes[0]):
+            joined = graph.call_function(
+                torch.ops.hf_slospec.linear.default, (x, context, index, sum(outputs))
+            )
+            first = nodes[0].meta["val"]
+            joined.meta["val"] = first.new_empty(*first.shape[:-1], sum(outputs))
+            begin = 0
+            for node, length in zip(nodes, outputs, strict=True):
+                part = graph.call_function(
+                    torch.ops.aten.slice.Tensor, (joined, -1, begin, begin + length)
+                )
+                part.meta["val"] = joined.meta["val"][..., begin : begin + length]
+                begin += length
+                node.replace_all_uses_with(part)
+        for node in nodes:
+            graph.erase_node(node)
+    graph.lint()
+    program.graph_module.recompile()
+    return linears

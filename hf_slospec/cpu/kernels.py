@@ -120,11 +120,12 @@ class FBGEMM:
 
 BLOCKS = "Blocks"  # the kernel of compiled forwards; see cpu/operators.py
 PACKING: dict[str, Kernel] = {"OneDNN": OneDNN, "MKL": MKL, "FBGEMM": FBGEMM}
+# Dtypes of weights, by kernel.
 DTYPES = {
     "OneDNN": (torch.float32, torch.bfloat16, torch.float16),
     "MKL": (torch.float32,),
     "FBGEMM": (torch.bfloat16, torch.float16),
-}  # dtypes of weights, by kernel
+}
 
 
 def granularity(num_tokens: int) -> int:
@@ -172,7 +173,7 @@ MAX_SLOWDOWN = 3.0  # times the fastest kernel; slower ones are not timed for la
 WORTHWHILE = 0.95  # share of the time of torch's kernel; a packed weight must take less
 
 
-class Choice(BaseModel):
+class KernelChoice(BaseModel):
     """Kernel for weights of one shape."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -187,7 +188,7 @@ class Choice(BaseModel):
         return self.is_faster[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
 
 
-PLAIN = Choice(kernel=None)
+PLAIN = KernelChoice(kernel=None)
 
 
 class SavedChoices(BaseModel):
@@ -196,13 +197,13 @@ class SavedChoices(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     of: dict[str, object]  # the machine
-    choices: dict[str, Choice]
+    choices: dict[str, KernelChoice]
 
 
 def choose(
     weights: Sequence[torch.Tensor],
     more: Mapping[str, Kernel] = MappingProxyType({}),
-) -> Choice:
+) -> KernelChoice:
     """Return the kernel for weights of one shape and dtype, measured if this machine has not
     measured it yet.
 
@@ -224,7 +225,7 @@ def choose(
     return choices[name]
 
 
-def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> Choice:
+def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> KernelChoice:
     """Return the kernel that is fastest on most machines, as this one is too busy to be measured."""
     order = (
         BLOCKS,
@@ -235,13 +236,15 @@ def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> Choice:
     if name is None or weight.nbytes < SMALL_BYTES:
         return PLAIN
     # Blocks are for the sizes of steps; other libraries may have faster products of many tokens.
-    return Choice(
+    return KernelChoice(
         kernel=name, is_faster=(False, *(name != BLOCKS or size <= 16 for size in SIZES[1:]))
     )
 
 
 @torch.no_grad()
-def _measured(weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]) -> Choice | None:
+def _measured(
+    weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]
+) -> KernelChoice | None:
     """Return the fastest kernel; None if other processes disturbed the measurement."""
     max_outputs = math.ceil(MEASURED_BYTES / weights[0][0].nbytes)  # large output layers have more
     weights = [
@@ -297,7 +300,7 @@ def _num_preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource is not None else 0
 
 
-def _choice(seconds: dict[str, list[float | None]]) -> Choice:
+def _choice(seconds: dict[str, list[float | None]]) -> KernelChoice:
     """Return the kernel with the least time over the sizes of steps, if it is worth a copy of the
     weight.
     """
@@ -313,11 +316,11 @@ def _choice(seconds: dict[str, list[float | None]]) -> Choice:
     }
     best = min(combined, key=lambda name: combined[name], default=None)
     if best is None or not combined[best] < WORTHWHILE * sum(plain[:STEP_SIZES]):
-        return Choice(kernel=None, seconds=measured)
+        return KernelChoice(kernel=None, seconds=measured)
     is_faster = tuple(
         packed_s < plain_s for packed_s, plain_s in zip(times[best], plain, strict=True)
     )
-    return Choice(kernel=best, is_faster=is_faster, seconds=measured)
+    return KernelChoice(kernel=best, is_faster=is_faster, seconds=measured)
 
 
 def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
@@ -329,12 +332,12 @@ def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
 
 
 @functools.cache
-def _choices(num_threads: int) -> dict[str, Choice]:
+def _choices(num_threads: int) -> dict[str, KernelChoice]:
     """Return the choices for a number of threads, which begin with the saved ones."""
     return _saved()
 
 
-def _saved() -> dict[str, Choice]:
+def _saved() -> dict[str, KernelChoice]:
     """Return the choices saved for this machine; none if the file is missing or cannot be used."""
     try:
         choices = SavedChoices.model_validate_json(_path().read_text(encoding="utf-8")).choices
@@ -343,7 +346,7 @@ def _saved() -> dict[str, Choice]:
     return {name: choice for name, choice in choices.items() if _is_possible(name, choice)}
 
 
-def _is_possible(name: str, choice: Choice) -> bool:
+def _is_possible(name: str, choice: KernelChoice) -> bool:
     """Return whether this version of torch and of the package could have made a choice."""
     if choice.kernel is None:
         return True
@@ -354,7 +357,7 @@ def _is_possible(name: str, choice: Choice) -> bool:
     return choice.kernel in more or (choice.kernel in PACKING and works(choice.kernel, dtype))
 
 
-def _save(choices: dict[str, Choice]) -> None:
+def _save(choices: dict[str, KernelChoice]) -> None:
     """Save the choices, with those that other processes have saved meanwhile."""
     try:
         saved = SavedChoices(of=machine(CPU), choices=_saved() | choices)

@@ -11,16 +11,15 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.cpu.kernels import FBGEMM, MKL, SIZES, Choice, Matrix, OneDNN
+from hf_slospec.cpu.kernels import FBGEMM, MKL, SIZES, KernelChoice, Matrix, OneDNN
 from hf_slospec.forks import Lock
-from hf_slospec.model.batch import PackedBatch, Plan, Span
+from hf_slospec.model.batch import PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import cpu_info, kept_file
 
@@ -59,20 +58,8 @@ def library_path() -> Path:
     ).with_suffix(".so")
 
 
-def compiler() -> str:
-    """Return the C++ compiler that torch's compiler uses.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
-
-    path: str = get_cpp_compiler()
-    return path
-
-
-def build() -> Path:
-    """Make the library for this machine, unless it was made before, and return its path.
+def build() -> None:
+    """Make the library for this machine, unless it was made before.
 
     Raises:
         RuntimeError: there is no C++ compiler, or it failed.
@@ -80,34 +67,27 @@ def build() -> Path:
     """
     path = library_path()
     if path.exists():
-        return path
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
+
     root = Path(torch.__file__).parent
     openmp = next(
         (f"-l:{path.name}" for path in sorted((root / "lib").glob("libgomp*.so*"))), "-lgomp"
     )
     partial = path.with_suffix(f".{os.getpid()}")
     target = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    include = root / "include"
+    lib = root / "lib"
     command = [
-        *(
-            compiler(),
-            *FLAGS,
-            target,
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        ),
-        *(
-            f"-I{root / 'include'}",
-            f"-I{root / 'include/torch/csrc/api/include'}",
-            str(SOURCE),
-            "-o",
-            str(partial),
-        ),
-        *(f"-L{root / 'lib'}", openmp, "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"),
+        *(get_cpp_compiler(), *FLAGS, target),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{include}", f"-I{include}/torch/csrc/api/include", str(SOURCE), "-o", str(partial)),
+        *(f"-L{lib}", openmp, "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed: {done.stderr[-2000:]}")
     partial.replace(path)
-    return path
 
 
 @functools.cache
@@ -196,7 +176,11 @@ class Context:
         weakref.finalize(self, torch.ops.hf_slospec.delete_context, self._id)
 
     def set_linear(
-        self, index: int, plain: Sequence[torch.Tensor], matrices: Sequence[Matrix], choice: Choice
+        self,
+        index: int,
+        plain: Sequence[torch.Tensor],
+        matrices: Sequence[Matrix],
+        choice: KernelChoice,
     ) -> None:
         """Set the weights of a linear layer, or of several with the same input, whose outputs are
         concatenated.
@@ -221,37 +205,26 @@ class Context:
                 assert isinstance(matrix, FBGEMM)
                 operators.add_fbgemm(self._id, index, matrix.packed)
 
-    def follow(self, pool: KVPool, plan: SequencesPlan) -> None:
-        """Let the next forward use this pool and plan."""
+    def follow(self, pool: KVPool, batch: PackedBatch) -> None:
+        """Let the next forward use this pool and batch."""
         operators = torch.ops.hf_slospec
         if self._pool is None or self._pool() is not pool:
             operators.set_pool(self._id, pool.keys, pool.values)
             self._pool = weakref.ref(pool)
-        tensors = (
-            plan.sequences,
-            plan.mask,
-            plan.windowed_mask,
-            plan.positions,
-            plan.staged_positions,
-        )
-        operators.set_plan(self._id, *tensors)
+        operators.set_plan(self._id, *plan_for_operators(batch))
 
 
-@dataclass(frozen=True, eq=False)
-class SequencesPlan(Plan):
-    """Sequences of a packed batch: ranges of slots and of tokens, and masks among staged tokens."""
+def plan_for_operators(batch: PackedBatch) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of ``set_plan`` for a batch with boolean masks on the host.
 
-    # [num_sequences, 6] int32: first slot, committed tokens, staged tokens, first token in the
-    # batch, tokens in the batch, and 1 for chains
-    sequences: torch.Tensor
-    mask: torch.Tensor  # [num_tokens, max_staged] bool, True = may attend; not read for chains
-    windowed_mask: torch.Tensor  # the same for layers with a sliding window
-    positions: torch.Tensor  # [num_tokens] int32
-    staged_positions: torch.Tensor  # [num_sequences, max_staged] int32
-
-
-def plan_for_operators(batch: PackedBatch) -> SequencesPlan:
-    """Return the plan of a batch with boolean masks on the host."""
+    Returns:
+        sequences: [num_sequences, 6] int32: first slot, committed tokens, staged tokens, first
+            token in the batch, tokens in the batch, and 1 for chains.
+        mask: [num_tokens, max_staged] bool, True = may attend; not read for chains.
+        windowed_mask: the same for layers with a sliding window.
+        positions: [num_tokens] int32.
+        staged_positions: [num_sequences, max_staged] int32.
+    """
     spans = batch.spans
     sequences = [
         (
@@ -274,7 +247,7 @@ def plan_for_operators(batch: PackedBatch) -> SequencesPlan:
     for row, span in zip(staged_positions, spans, strict=True):
         row[: span.num_staged] = span.staged_positions
     positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
-    return SequencesPlan(
+    return (
         torch.tensor(sequences, dtype=torch.int32, device="cpu"),
         mask,
         windowed_mask,

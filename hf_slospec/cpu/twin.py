@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
@@ -22,30 +21,21 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 from transformers.pytorch_utils import Conv1D
 
-from hf_slospec.model.attention.hook import AttentionHook, Positions
+from hf_slospec.cpu.joined_linears import join_linears
+from hf_slospec.model.attention.hook import AttentionHook, Positions, run_model
 from hf_slospec.model.batch import AttentionLayer, AttentionRules
 from hf_slospec.model.inputs import ForwardTensors
 from hf_slospec.model.properties import config_values
-from hf_slospec.model.run import run_model
 from hf_slospec.model.version import NOT_SETTINGS
 from hf_slospec.model.whose_code import library_of
 
-SETTINGS = (
-    bool,
-    int,
-    float,
-    str,
-    tuple,
-)  # types of attributes that are settings, besides dataclasses
-UNREAD = NOT_SETTINGS | {
-    "config",
-    "name_or_path",
-}  # the config is described by itself, without the model's path
+SETTINGS = (bool, int, float, str, tuple)  # types of attributes that are settings
+# The config is described by itself, without the model's path.
+UNREAD = NOT_SETTINGS | {"config", "name_or_path"}
 LINEAR = (nn.Linear, Conv1D)  # classes of layers whose products are operators
-MIN_SIZE, MAX_TOKENS = (
-    2,
-    2**20,
-)  # tokens and logits of a forward; the compiler makes another graph for 1
+# Tokens and logits of a forward; the compiler makes another graph for 1.
+MIN_SIZE = 2
+MAX_TOKENS = 2**20
 TRACED_TOKENS = 7
 TRACED_LOGITS = 5
 LORA = "peft.tuners.lora.layer.Linear"
@@ -58,23 +48,18 @@ class GraphDescription:
 
     model_class: type[Any]
     config: Any
-    modules: dict[
-        str, str
-    ]  # classes of all modules, by name; of LoRA layers, that of the layer inside
-    lora: dict[
-        str, dict[str, float]
-    ]  # scaling of each adapter that is added, by the name of the LoRA layer
+    # Classes of all modules, by name; of LoRA layers, that of the layer inside.
+    modules: dict[str, str]
+    # Scaling of each adapter that is added, by the name of the LoRA layer.
+    lora: dict[str, dict[str, float]]
     tensors: dict[str, tuple[torch.dtype, Shape]]  # parameters and buffers, by name
     layers: tuple[AttentionLayer, ...]  # in the order in which the pool stores them
     feature_layers: tuple[int, ...]  # hidden states to return
     keeps_logits: bool  # the model's forward takes logits_to_keep
-    input_size: int | None = None  # length of a token's input; None: tokens are ids
-    settings: dict[str, str] | None = (
-        None  # attributes of modules that are not made of the config alone
-    )
-    modules_only: bytes | None = (
-        None  # the pickled model without weights, if it cannot be made of class and config
-    )
+    input_size: int | None  # length of a token's input; None: tokens are ids
+    # Plain attributes of modules by name; None: the model is made of its class and config.
+    settings: dict[str, str] | None
+    modules_only: bytes | None = None  # the pickled modules without weights, if there are settings
 
     @classmethod
     def of(
@@ -97,14 +82,14 @@ class GraphDescription:
             feature_layers,
             keeps_logits,
             getattr(model, "packed_input_size", None),
-            _settings(model) if _is_own(type(model)) else None,
+            _settings(model) if _is_ours(type(model)) else None,
         )
 
     def with_modules(self, model: Any) -> GraphDescription:
         """Return this description of a model with all that a process needs to trace its graph."""
-        return (
-            self if self.settings is None else replace(self, modules_only=_without_weights(model))
-        )
+        if self.settings is None:
+            return self
+        return replace(self, modules_only=_without_weights(model))
 
     @property
     def input_name(self) -> str:
@@ -113,15 +98,11 @@ class GraphDescription:
 
     @property
     def sources(self) -> list[str]:
-        """Sources of this package that the graph was made from, besides the operators' and this
-        file's.
-        """
-        if self.settings is None:
-            return []
+        """Sources of the model's classes, if they are of this package."""
         files = {
             str(sys.modules[kind.__module__].__file__)
             for kind in self.model_class.__mro__
-            if _is_own(kind)
+            if _is_ours(kind)
         }
         return [Path(file).read_text(encoding="utf-8") for file in sorted(files)]
 
@@ -136,16 +117,12 @@ class GraphDescription:
 
     def identity(self) -> dict[str, Any]:
         """Return what identifies the graph, as values for JSON."""
-        config = config_values(self.config)
-        name = f"{self.model_class.__module__}.{self.model_class.__qualname__}"
-        layers = [str(layer) for layer in self.layers]
         return {
-            "class": name,
-            "config": config,
+            "class": _name_of(self.model_class),
+            "config": config_values(self.config),
             "modules": self.modules,
             "tensors": self.tensors,
-            "layers": layers,
-        } | {
+            "layers": [str(layer) for layer in self.layers],
             "feature_layers": self.feature_layers,
             "settings": self.settings,
             "lora": self.lora,
@@ -157,38 +134,32 @@ def _module_classes(model: nn.Module, lora: Collection[str] = ()) -> dict[str, s
     ``lora``.
     """
     classes = dict[str, str]()
-    inside: str | None = None  # prefix of the names inside of a LoRA layer
+    prefixes = tuple(f"{name}." for name in lora)  # of modules in LoRA layers
     for name, module in model.named_modules():
-        if inside is None or not name.startswith(inside):
-            inside = f"{name}." if name in lora else None
-            classes[name] = _class_name(
-                module.get_submodule("base_layer") if name in lora else module
-            )
+        if not name.startswith(prefixes):
+            layer = module.get_submodule("base_layer") if name in lora else module
+            classes[name] = _name_of(type(layer))
     return classes
 
 
-def _class_name(module: nn.Module) -> str:
-    kind = type(module)
+def _name_of(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return :attr:`GraphDescription.lora` of a model, without layers that compute otherwise: it
-    lacks these.
+    """Return :attr:`GraphDescription.lora` of a model, which lacks layers that compute something
+    else.
     """
     scalings = dict[str, dict[str, float]]()
-    for name, module in model.named_modules():
-        if _class_name(module) != LORA:
-            continue
-        layer: Any = module
-        is_other = (
-            layer.lora_variant
-            or any(layer.lora_bias.values())
-            or type(layer.base_layer) not in LINEAR
-        )
-        is_to_be_unmerged = layer.merged and layer.disable_adapters  # by its next forward
-        if not (
-            is_other or is_to_be_unmerged or not getattr(layer, "cast_input_dtype_enabled", True)
+    layer: Any
+    for name, layer in model.named_modules():
+        if (
+            _name_of(type(layer)) == LORA
+            and not layer.lora_variant
+            and not any(layer.lora_bias.values())
+            and type(layer.base_layer) in LINEAR
+            and not (layer.merged and layer.disable_adapters)  # its next forward unmerges it
+            and getattr(layer, "cast_input_dtype_enabled", True)
         ):
             added = () if layer.merged or layer.disable_adapters else layer.active_adapters
             scalings[name] = {
@@ -197,7 +168,7 @@ def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
     return scalings
 
 
-def _is_own(kind: type[Any]) -> bool:
+def _is_ours(kind: type[Any]) -> bool:
     """Return whether a class is one of this package, as those of draft heads."""
     return library_of(kind) == "hf_slospec"
 
@@ -217,11 +188,8 @@ def _without_weights(model: nn.Module) -> bytes | None:
     file = io.BytesIO()
     try:
         _ModulesPickler(file).dump(model)
-    except (
-        pickle.PicklingError,
-        TypeError,
-        AttributeError,
-    ):  # locks, or functions that were defined in others
+    # Locks, or functions that were defined in others.
+    except (pickle.PicklingError, TypeError, AttributeError):
         return None
     return file.getvalue()
 
@@ -245,9 +213,7 @@ class Interface:
     """Inputs of a graph, by the names that the model's modules and weights have."""
 
     weights: list[str]  # parameters and buffers that are inputs
-    linears: list[
-        list[str]
-    ]  # linear layers by their index in the graph; those of one list are joined
+    linears: list[list[str]]  # layers by their index in the graph; those of one list are joined
 
 
 class TracedForward(AttentionHook):
@@ -259,17 +225,16 @@ class TracedForward(AttentionHook):
         self._context = context  # [1] int64, the id of a Context
         self._layers = {layer.layer_idx: (index, layer) for index, layer in enumerate(layers)}
         self.positions = Positions(position_ids)
-        self._layer_of: dict[
-            tuple[int, int], int
-        ] = {}  # (id(K), id(V)) -> layer_idx; layers may share K and V
+        # (id(K), id(V)) -> layer_idx; layers may share K and V
+        self._layer_of: dict[tuple[int, int], int] = {}
         self._held: list[torch.Tensor] = []  # keeps these ids from being reused for other tensors
         self._staged = set[int]()
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep whose K and V these are, each [1, num_kv_heads, num_tokens, dim]; attention stages
-        them.
+        """Remember the layer of K and V, each [1, num_kv_heads, num_tokens, dim]; ``attend``
+        stages them.
         """
         self._layer_of[id(key), id(value)] = layer_idx
         self._held += key, value
@@ -333,8 +298,8 @@ class _TracedLoRA(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base_layer(x)
         dtype = out.dtype
-        for down, up, own_dtype, scaling in self._added:
-            x = x.to(own_dtype)
+        for down, up, adapter_dtype, scaling in self._added:
+            x = x.to(adapter_dtype)
             out = out + up(down(x)) * scaling
         return out.to(dtype)
 
@@ -344,15 +309,13 @@ class _Step(nn.Module):
 
     def __init__(self, description: GraphDescription):
         super().__init__()
-        # names by index
         self.description = description
-        self.linears = list[str]()
-        self.traced = SimpleNamespace(
-            context=None
-        )  # the traced forward's; export inspects tensors in lists
+        self.linears = list[str]()  # names by index
+        # Context of the traced forward; export inspects tensors in lists.
+        self.traced = SimpleNamespace(context=None)
         twin = description.twin()
         if (modules := _module_classes(twin)) != description.modules:
-            changed = sorted(name for name, _ in modules.items() ^ description.modules.items())
+            changed = sorted({name for name, _ in modules.items() ^ description.modules.items()})
             raise ValueError(
                 f"modules were changed since the model was made: {', '.join(changed[:5])}"
             )
@@ -413,17 +376,13 @@ def export_graph(description: GraphDescription) -> tuple[ExportedProgram, Interf
         torch.zeros(shape, dtype=dtype, device="cpu")
         for dtype, shape in (description.tensors[name] for name in step.weights)
     ]
-    size = description.input_size
-    dtype = next(iter(description.tensors.values()))[0]
-    traced = (
-        torch.zeros(1, TRACED_TOKENS, dtype=torch.int64, device="cpu")
-        if size is None
-        else torch.zeros(1, TRACED_TOKENS, size, dtype=dtype, device="cpu")
-    )
-    tokens, logits = (
-        Dim("tokens", min=MIN_SIZE, max=MAX_TOKENS),
-        Dim("logits", min=MIN_SIZE, max=MAX_TOKENS),
-    )
+    shape: Shape = (1, TRACED_TOKENS)
+    dtype = torch.int64
+    if description.input_size is not None:
+        shape = (*shape, description.input_size)
+        dtype = next(iter(description.tensors.values()))[0]
+    traced = torch.zeros(shape, dtype=dtype, device="cpu")
+    tokens, logits = (Dim(name, min=MIN_SIZE, max=MAX_TOKENS) for name in ("tokens", "logits"))
     arguments = (
         traced,
         torch.arange(TRACED_TOKENS, device="cpu")[None],
@@ -433,44 +392,4 @@ def export_graph(description: GraphDescription) -> tuple[ExportedProgram, Interf
     )
     shapes = {1: tokens}, {1: tokens}, {0: logits}, None, [None] * len(weights)
     program = export(step, arguments, dynamic_shapes=shapes, strict=False)
-    linears = _join_linears(program, step.linears)
-    return program, Interface(step.weights, linears)
-
-
-def _join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[str]]:
-    """Replace linear layers of one input by one, and number them anew; return their names by
-    number.
-    """
-    graph = program.graph_module.graph
-    by_input = defaultdict[Any, list[Any]](list)
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.hf_slospec.linear.default:
-            by_input[node.args[0]].append(node)
-    linears = list[list[str]]()
-    for nodes in by_input.values():
-        x, context = nodes[0].args[:2]  # the input may be an output of a joined layer by now
-        outputs = [node.args[3] for node in nodes]
-        index = len(linears)
-        linears.append([names[node.args[2]] for node in nodes])
-        if len(nodes) == 1:
-            nodes[0].args = x, context, index, outputs[0]
-            continue
-        with graph.inserting_before(nodes[0]):
-            joined = graph.call_function(
-                torch.ops.hf_slospec.linear.default, (x, context, index, sum(outputs))
-            )
-            first = nodes[0].meta["val"]
-            joined.meta["val"] = first.new_empty(*first.shape[:-1], sum(outputs))
-            begin = 0
-            for node, length in zip(nodes, outputs, strict=True):
-                part = graph.call_function(
-                    torch.ops.aten.slice.Tensor, (joined, -1, begin, begin + length)
-                )
-                part.meta["val"] = joined.meta["val"][..., begin : begin + length]
-                begin += length
-                node.replace_all_uses_with(part)
-        for node in nodes:
-            graph.erase_node(node)
-    graph.lint()
-    program.graph_module.recompile()
-    return linears
+    return program, Interface(step.weights, join_linears(program, step.linears))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hf_slospec.cuda.fused_kernels import activated
-from hf_slospec.cuda.tree_kernels import on_device_of
+from hf_slospec.cuda.tree_kernels import load_block, on_device_of
 
 MAX_ROWS = 64
 MAX_WEIGHTS = 3
@@ -46,8 +46,8 @@ def joint_products(
     has_bias = biases[0] is not None
     added = [out if bias is None else bias for out, bias in zip(outs, biases, strict=True)]
     pointers = [
-        own[min(index, len(own) - 1)]
-        for own in (weights, added, outs)
+        tensors[min(index, len(tensors) - 1)]
+        for tensors in (weights, added, outs)
         for index in range(MAX_WEIGHTS)
     ]
     num_tiles = [triton.cdiv(size, TILE_OUTPUTS) for size in sizes]
@@ -85,21 +85,26 @@ def gated_product(
 
 
 @triton.jit
-def _block(
-    source, row, column, is_row, num_columns, IN_FP32: tl.constexpr, IS_WEIGHT: tl.constexpr
-):
-    """Load a block of a matrix with contiguous rows, transposed if it is a weight."""
-    if IS_WEIGHT:
-        place = row[None, :] * num_columns + column[:, None]
-        block = tl.load(
-            source + place, mask=is_row[None, :] & (column < num_columns)[:, None], other=0.0
-        )
-    else:
-        place = row[:, None] * num_columns + column[None, :]
-        block = tl.load(
-            source + place, mask=is_row[:, None] & (column < num_columns)[None, :], other=0.0
-        )
-    return block.to(tl.float32) if IN_FP32 else block  # the interpreter has no products of bf16
+def _store_tile(
+    rows, weight, bias, out, row, output, num_rows, outputs, inputs, output_stride, input_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IN_FP32: tl.constexpr,
+):  # fmt: skip
+    """Store products of some rows by some outputs of a weight, each summed in the order of inputs."""
+    is_row = row < num_rows
+    is_output = output < outputs
+    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, inputs, TILE_K):
+        column = first + tl.arange(0, TILE_K)
+        is_column = column < inputs
+        sums = tl.dot(
+            load_block(rows, row, column, is_row, is_column, inputs, 1, IN_FP32),
+            load_block(weight, column, output, is_column, is_output, input_stride, output_stride, IN_FP32),
+            sums, input_precision="ieee",
+        )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    place = row[:, None] * outputs + output[None, :]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -126,20 +131,10 @@ def _joint(
         outputs = outputs_1
         tile -= num_tiles_0
     output = tile.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    row = tl.arange(0, TILE_M)
-    is_row = row < num_rows
-    is_output = output < outputs
-    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for first in range(0, inputs, TILE_K):
-        column = first + tl.arange(0, TILE_K)
-        sums = tl.dot(
-            _block(rows, row, column, is_row, inputs, IN_FP32, False),
-            _block(weight, output, column, is_output, inputs, IN_FP32, True), sums,
-        )  # fmt: skip
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    place = row[:, None] * outputs + output[None, :]
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+    _store_tile(
+        rows, weight, bias, out, tl.arange(0, TILE_M), output, num_rows, outputs, inputs, inputs, 1,
+        TILE_M, TILE_N, TILE_K, HAS_BIAS, IN_FP32,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -155,13 +150,12 @@ def _gated(
     factors = tl.zeros([TILE_M, TILE_N], tl.float32)
     for first in range(0, inputs, TILE_K):
         column = first + tl.arange(0, TILE_K)
-        states = _block(rows, row, column, is_row, inputs, IN_FP32, False)
-        gates = tl.dot(
-            states, _block(gate, output, column, is_output, inputs, IN_FP32, True), gates
-        )
-        factors = tl.dot(
-            states, _block(up, output, column, is_output, inputs, IN_FP32, True), factors
-        )
+        is_column = column < inputs
+        states = load_block(rows, row, column, is_row, is_column, inputs, 1, IN_FP32)
+        gate_block = load_block(gate, column, output, is_column, is_output, 1, inputs, IN_FP32)
+        gates = tl.dot(states, gate_block, gates)
+        up_block = load_block(up, column, output, is_column, is_output, 1, inputs, IN_FP32)
+        factors = tl.dot(states, up_block, factors)
     dtype = out.dtype.element_ty
     active = activated(gates.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
     place = row[:, None] * outputs + output[None, :]
@@ -169,11 +163,10 @@ def _gated(
     tl.store(out + place, product.to(dtype), mask=is_row[:, None] & is_output[None, :])
 
 
-BLOCK_M, BLOCK_N, BLOCK_K = (
-    64,
-    32,
-    64,
-)  # rows, outputs and inputs of a tile, the same for every number of rows
+# Rows, outputs and inputs of a tile, the same for every number of rows.
+BLOCK_M = 64
+BLOCK_N = 32
+BLOCK_K = 64
 
 
 def invariant_product(
@@ -213,30 +206,7 @@ def _product(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     output = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    is_row = row < num_rows
-    is_output = output < OUTPUTS
-    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for first in range(0, INPUTS, TILE_K):
-        column = first + tl.arange(0, TILE_K)
-        in_row = column < INPUTS
-        row_block = tl.load(
-            rows + row[:, None] * INPUTS + column[None, :],
-            mask=is_row[:, None] & in_row[None, :],
-            other=0.0,
-        )
-        weight_block = tl.load(
-            weight + output[None, :] * output_stride + column[:, None] * input_stride,
-            mask=is_output[None, :] & in_row[:, None], other=0.0,
-        )  # fmt: skip
-        if IN_FP32:
-            row_block = row_block.to(tl.float32)
-            weight_block = weight_block.to(tl.float32)
-        sums = tl.dot(row_block, weight_block, sums, input_precision="ieee")
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    is_stored = is_row[:, None] & is_output[None, :]
-    tl.store(
-        out + row[:, None] * OUTPUTS + output[None, :],
-        sums.to(out.dtype.element_ty),
-        mask=is_stored,
-    )
+    _store_tile(
+        rows, weight, bias, out, row, output, num_rows, OUTPUTS, INPUTS, output_stride, input_stride,
+        TILE_M, TILE_N, TILE_K, HAS_BIAS, IN_FP32,
+    )  # fmt: skip

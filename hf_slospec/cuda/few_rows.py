@@ -26,12 +26,12 @@ WORTHWHILE = 0.97  # share of the time of separate kernels
 TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
 
 # Outputs of a kernel, and of what it replaces.
-Outputs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+OutputPairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 # Takes a layer or a group of layers, and states.
 Compute = Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]
 
 
-class Way(NamedTuple):
+class Fusion(NamedTuple):
     """One kernel for a layer or a group, and the operators that it replaces."""
 
     fused: Compute
@@ -74,7 +74,7 @@ class JointProjections:
 
 def joint_rows(model: nn.Module) -> dict[Hashable, int]:
     """Return for up to how many rows joint projections are faster, by the layers' shapes."""
-    return max_rows(Way(_joint, _separate), [(group, group) for group in _groups_in(model)])
+    return max_rows(Fusion(_joint, _separate), [(group, group) for group in _groups_in(model)])
 
 
 def joint_projections(
@@ -98,7 +98,7 @@ def are_few(states: torch.Tensor, layer: nn.Linear, num_rows: int) -> bool:
 
 
 def is_plain(layer: Any, states: torch.Tensor) -> bool:
-    """Return whether nothing but ``F.linear`` of its own weight and bias would compute this layer."""
+    """Return whether a layer computes ``F.linear`` of its weight and bias, without hooks."""
     hooks = nn.modules.module
     return (
         type(layer) is nn.Linear
@@ -117,16 +117,18 @@ def is_plain(layer: Any, states: torch.Tensor) -> bool:
 
 
 def shape_of(linears: Sequence[nn.Linear]) -> Hashable:
-    """Return a key that linear layers of one group share with those of groups that take as long."""
+    """Return the shapes of a group of layers; groups of equal shapes are measured once."""
     return tuple((layer.in_features, layer.out_features, layer.bias is None) for layer in linears)
 
 
-def max_rows(way: Way, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]) -> dict[Hashable, int]:
-    """Return up to how many rows a way is right and faster, as tried with as many as fill a tile;
-    0: never.
+def max_rows(
+    fusion: Fusion, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]
+) -> dict[Hashable, int]:
+    """Return the largest number of rows, of those that fill a tile, for which a fusion is right and
+    faster; 0: none.
 
     Args:
-        way: the kernel and what it replaces.
+        fusion: the kernel and what it replaces.
         layers: what its functions take, and the linear layers in it.
 
     Returns:
@@ -140,26 +142,28 @@ def max_rows(way: Way, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]) -> dic
     limits = dict.fromkeys(by_shape, 0)
     for shape, alike in by_shape.items():
         for num_rows in (MIN_TILE_ROWS, MAX_ROWS):
-            if (why := why_not(_try_way(way, alike, num_rows))) is not None:
+            if (why := why_not(_try_fusion(fusion, alike, num_rows))) is not None:
                 logger.debug("layers are not computed by one kernel: %s", why)
                 break
             limits[shape] = num_rows
     return limits
 
 
-def _try_way(way: Way, layers: Sequence[tuple[Any, Sequence[nn.Linear]]], num_rows: int) -> Outputs:
-    """Yield outputs for each of some layers of one shape; raise RuntimeError if the way is slower."""
+def _try_fusion(
+    fusion: Fusion, layers: Sequence[tuple[Any, Sequence[nn.Linear]]], num_rows: int
+) -> OutputPairs:
+    """Yield outputs for each of some layers of one shape; raise RuntimeError if the fusion is slower."""
     linears = layers[0][1]
     states = random_like(linears[0].weight, num_rows, linears[0].in_features)
     for layer, _ in layers:
-        yield from zip(way.fused(layer, states), way.plain(layer, states), strict=True)
+        yield from zip(fusion.fused(layer, states), fusion.plain(layer, states), strict=True)
     num_timed = -(-MEASURED_BYTES // sum(linear.weight.nbytes for linear in linears))
-    if not is_faster(way, [layer for layer, _ in layers[:num_timed]], states):
+    if not is_faster(fusion, [layer for layer, _ in layers[:num_timed]], states):
         raise RuntimeError("separate kernels are faster")
 
 
 @torch.no_grad()
-def why_not(outputs: Outputs) -> str | None:
+def why_not(outputs: OutputPairs) -> str | None:
     """Return why a kernel cannot replace other operators, given outputs for the same inputs; None
     if it can.
     """
@@ -180,7 +184,7 @@ def random_like(weight: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
 
 
-def is_faster(way: Way, layers: Sequence[Any], states: torch.Tensor) -> bool:
+def is_faster(fusion: Fusion, layers: Sequence[Any], states: torch.Tensor) -> bool:
     """Return whether one kernel is faster than the operators that it replaces, in captured graphs.
 
     Outside of graphs the host's time counts, of which one kernel needs less anyway.
@@ -189,7 +193,7 @@ def is_faster(way: Way, layers: Sequence[Any], states: torch.Tensor) -> bool:
         return False
     fused_s, plain_s = (
         replayed_s(capturer, functools.partial(_run, compute, layers, states), states.device)
-        for compute in way
+        for compute in fusion
     )
     return fused_s <= WORTHWHILE * plain_s
 
@@ -220,7 +224,7 @@ def _is_group(group: Sequence[Any], states: torch.Tensor) -> bool:
 
 
 def _version(states: torch.Tensor | None) -> int | None:
-    """Return what changes whenever a tensor does."""
+    """Return the count of writes to a tensor; None for inference tensors, which count none."""
     return None if states is None or states.is_inference() else states._version
 
 

@@ -119,39 +119,38 @@ class Block:
     slots: torch.Tensor
     # [num_sequences, num_queries, num_keys] bool, True = may attend; or int64, see NewTokens.mask
     mask: torch.Tensor
-    pieces: (
-        torch.Tensor
-    )  # [num_pieces, num_sequences, num_queries] int64: the queries' indices in the entries
-    is_empty: (
-        torch.Tensor | None
-    )  # [num_pieces, num_sequences, num_queries] bool: pieces without keys; None: none
-    real_queries: (
-        torch.Tensor | None
-    )  # [num_real] int64, of num_sequences * num_queries: not padding; None: all
+    # [num_pieces, num_sequences, num_queries] int64: the queries' indices in the entries
+    pieces: torch.Tensor
+    # [num_pieces, num_sequences, num_queries] bool: pieces without keys; None: none
+    is_empty: torch.Tensor | None
+    # [num_real] int64, of num_sequences * num_queries: not padding; None: all
+    real_queries: torch.Tensor | None
     real_token_indices: torch.Tensor  # [num_real] int64, in the batch
-    bias: torch.Tensor | None = (
-        None  # [num_sequences * num_kv_heads, num_queries * groups, num_keys] f32: 0 or -inf
-    )
+    # [num_sequences * num_kv_heads, num_queries * groups, num_keys] f32: 0 or -inf
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
-    """Tokens whose keys are split: ranges that all tokens of a sequence see, and blocks of the
-    other keys.
-    """
+class Packing(Plan):
+    """Kernel calls and dense blocks of a batch, for layers of one kind.
 
-    entries: Entries | None  # one per range, query heads folded; None if all ranges are empty
+    Keys of tokens that are in no long chain are split: ranges that all tokens of a sequence see,
+    and blocks of the others."""
+
+    chains: Entries | None
+    ranges: Entries | None  # query heads folded; None if all ranges are empty
     blocks: list[Block]
     groups: int  # query heads per KV head
     num_kv_heads: int
 
-    def with_bias(self, seen: torch.Tensor | None = None) -> Split:
-        """Return a copy with each block's mask as an additive bias for its folded query heads."""
+    def completed(self, seen: torch.Tensor | None = None) -> Packing:
+        """Return a copy with each block's mask as an additive bias for its folded query heads.
+
+        Biases are made on the layers' device, as they are larger than their masks."""
         masks = [block.mask if seen is None else seen[block.mask] for block in self.blocks]
         pairs = zip(self.blocks, masks, strict=True)
-        return replace(
-            self, blocks=[replace(block, bias=self._bias(mask)) for block, mask in pairs]
-        )
+        blocks = [replace(block, bias=self._bias(mask)) for block, mask in pairs]
+        return replace(self, blocks=blocks)
 
     def _bias(self, mask: torch.Tensor) -> torch.Tensor:
         bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
@@ -159,39 +158,22 @@ class Split:
         return heads.flatten(2, 3).flatten(0, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Packing(Plan):
-    """Kernel calls and dense blocks of a batch, for layers of one kind."""
-
-    chains: Entries | None
-    split: Split | None
-
-    def completed(self, seen: torch.Tensor | None = None) -> Packing:
-        """Return a copy with biases, which are made on the layers' device, as they are larger than
-        their masks.
-        """
-        return self if self.split is None else replace(self, split=self.split.with_bias(seen))
-
-
 def pack(batch: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
     """Return the packing of a batch for layers with this window and these numbers of heads, made on
     the host.
     """
-    in_order = sorted(zip(batch.spans, batch.visible, strict=True), key=lambda pair: pair[1].start)
-    chains = [pair for pair in in_order if _is_long_chain(pair[0])]
-    split = [pair for pair in in_order if not _is_long_chain(pair[0])]
-    return Packing(
-        Entries.of([(range(span.begin, span.end), slots) for span, slots in chains])
-        if chains
-        else None,
-        _split(split, window, num_heads // num_kv_heads, num_kv_heads, batch.is_padded)
-        if split
-        else None,
-    )
-
-
-def _is_long_chain(span: Span) -> bool:
-    return span.is_chain and span.num_tokens > MAX_DENSE
+    chains = []
+    split = []
+    for span, slots in sorted(
+        zip(batch.spans, batch.visible, strict=True), key=lambda pair: pair[1].start
+    ):
+        if span.is_chain and span.num_tokens > MAX_DENSE:
+            chains.append((range(span.begin, span.end), slots))
+        else:
+            split.append((span, slots))
+    groups = num_heads // num_kv_heads
+    ranges, blocks = _split(split, window, groups, num_kv_heads, batch.is_padded)
+    return Packing(Entries.of(chains) if chains else None, ranges, blocks, groups, num_kv_heads)
 
 
 def _split(
@@ -200,7 +182,9 @@ def _split(
     groups: int,
     num_kv_heads: int,
     is_padded: bool,
-) -> Split:
+) -> tuple[Entries | None, list[Block]]:
+    if not spans:
+        return None, []
     common = [_common(span, slots, window) for span, slots in spans]
     longest = max(slots.stop - slots.start for slots in common)
     if is_padded:
@@ -209,12 +193,12 @@ def _split(
         -(-longest // PIECE_KEYS), max(1, ENOUGH_BLOCKS // (len(spans) * num_kv_heads))
     )
     ranges: list[tuple[range, slice]] = []
-    by_size: dict[int, list[_Part]] = {}
+    by_size: dict[int, list[_BlockPart]] = {}
     num_queries = 0
     for (span, slots), seen in zip(spans, common, strict=True):
         pieces = _cut(seen, num_pieces)
         ranges += [(range(span.begin, span.end), piece) for piece in pieces]
-        part = _Part.of(
+        part = _BlockPart.of(
             span, slots, seen, window, num_queries, [piece.start == piece.stop for piece in pieces]
         )
         # One block per power of four of keys, so that a large tree does not pad all small ones to
@@ -226,9 +210,7 @@ def _split(
     if is_padded and entries is not None:
         max_tokens = bucket_for(max(span.num_tokens for span, _ in spans))
         entries = entries.padded(2 * len(ranges), max_tokens * groups, -(-longest // num_pieces))
-    return Split(
-        entries, [_block(parts, is_padded) for parts in by_size.values()], groups, num_kv_heads
-    )
+    return entries, [_block(parts, is_padded) for parts in by_size.values()]
 
 
 def _common(span: Span, slots: slice, window: int | None) -> slice:
@@ -253,7 +235,7 @@ def _cut(slots: slice, num_pieces: int) -> list[slice]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _BlockPart:
     """One sequence's tokens in a block."""
 
     span: Span
@@ -272,53 +254,44 @@ class _Part:
         window: int | None,
         first_query: int,
         is_empty: list[bool],
-    ) -> _Part:
-        staged = np.arange(common.stop, slots.stop)
-        if window is None or not len(staged):
-            return cls(
-                span,
-                staged,
-                slots.stop - 1,
-                span.staged_mask[:, : len(staged)],
-                first_query,
-                is_empty,
-            )
-        first_common = common.start - slots.start
-        first = min(
-            max(span.sequence.length - window + 1, 0), first_common
-        )  # no token sees a slot before it
-        edge = torch.arange(first, first_common, device=span.staged_mask.device)
-        key_positions = torch.cat((edge, span.staged_positions))
-        is_near = span.staged_positions[-span.num_tokens :, None] - key_positions[None, :] < window
-        is_seen = F.pad(span.staged_mask_for(window), (len(edge), 0), value=True)
-        some = np.concatenate((np.arange(slots.start + first, common.start), staged))
-        return cls(span, some, slots.stop - 1, is_near * is_seen, first_query, is_empty)
+    ) -> _BlockPart:
+        some = np.arange(common.stop, slots.stop)
+        mask = span.staged_mask[:, : len(some)]
+        if window is not None and len(some):
+            first_common = common.start - slots.start
+            # No token sees a slot before it.
+            first = min(max(span.sequence.length - window + 1, 0), first_common)
+            edge = torch.arange(first, first_common, device=mask.device)
+            positions = span.staged_positions
+            key_positions = torch.cat((edge, positions))
+            is_near = positions[-span.num_tokens :, None] - key_positions[None, :] < window
+            mask = is_near * F.pad(span.staged_mask_for(window), (len(edge), 0), value=True)
+            some = np.concatenate((np.arange(slots.start + first, common.start), some))
+        return cls(span, some, slots.stop - 1, mask, first_query, is_empty)
 
 
-def _block(parts: list[_Part], is_padded: bool) -> Block:
+def _block(parts: list[_BlockPart], is_padded: bool) -> Block:
     num_queries = max(part.span.num_tokens for part in parts)
     num_keys = max(len(part.slots) for part in parts)
     if is_padded:
         num_queries = bucket_for(num_queries)
         num_keys = bucket_for(num_keys) if num_keys else 0
-    num_tokens = np.array([part.span.num_tokens for part in parts])
-    token_offsets = np.minimum(
-        np.arange(num_queries), num_tokens[:, None] - 1
-    )  # [num_sequences, num_queries]
-    token_indices = token_offsets + np.array([part.span.begin for part in parts])[:, None]
-    slots = np.array([part.last_slot for part in parts])[:, None].repeat(num_keys, 1)
+    num_pieces = len(parts[0].is_empty)
+    num_tokens, begins, last_slots, first_queries = np.array(
+        [
+            (each.span.num_tokens, each.span.begin, each.last_slot, each.first_query)
+            for each in parts
+        ]
+    ).T[..., None]  # [num_sequences, 1] each
+    token_offsets = np.minimum(np.arange(num_queries), num_tokens - 1)
+    token_indices = token_offsets + begins  # [num_sequences, num_queries]
+    slots = last_slots.repeat(num_keys, 1)
     for part_slots, part in zip(slots, parts, strict=True):
         part_slots[: len(part.slots)] = part.slots
-    num_pieces = len(parts[0].is_empty)
-    first_query = np.array([part.first_query for part in parts])[:, None]
-    pieces = [
-        token_offsets + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)
-    ]
-    is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_).reshape(
-        len(parts), num_pieces
-    )
-    are_empty = np.broadcast_to(is_empty.T[..., None], (num_pieces, *token_offsets.shape))
-    is_real = np.arange(num_queries) < num_tokens[:, None]
+    pieces = np.arange(num_pieces)[:, None, None] * num_tokens + token_offsets + first_queries
+    is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_)
+    are_empty = np.broadcast_to(is_empty.T[..., None], pieces.shape)
+    is_real = np.arange(num_queries) < num_tokens
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())  # owns its memory, contiguous
@@ -327,7 +300,7 @@ def _block(parts: list[_Part], is_padded: bool) -> Block:
         tensor(token_indices),
         tensor(slots),
         _stacked([part.mask for part in parts], num_queries, num_keys),
-        tensor(np.array(pieces, dtype=np.int64).reshape(num_pieces, *token_offsets.shape)),
+        tensor(pieces),
         tensor(are_empty) if is_padded or is_empty.any() else None,
         None if is_real.all() and not is_padded else tensor(np.flatnonzero(is_real)),
         tensor(token_indices[is_real]),

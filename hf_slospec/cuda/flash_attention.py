@@ -4,20 +4,25 @@ others.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable
 
 import torch
 
+from hf_slospec.cuda import flash_kernels
 from hf_slospec.cuda.flash import Block, Entries, Packing, merged_attention, pack, weigh_sinks
-from hf_slospec.cuda.flash_kernels import FlashKernel, kernel_on
+from hf_slospec.cuda.flash_kernels import FlashKernel, KernelUnavailable, Load
+from hf_slospec.cuda.tree_attention import why_wrong
 from hf_slospec.model.attention.backends import KernelAttention
 from hf_slospec.model.batch import AttentionLayer, AttentionRules, Plans
 from hf_slospec.model.transfer import aligned
 
-MAX_DIM, DIM_STEP = (
-    256,
-    8,
-)  # head sizes of FlashAttention-2 and torch's version of it: multiples of 8 up to 256
+logger = logging.getLogger(__name__)
+
+# Head sizes of FlashAttention-2 and torch's version of it are multiples of 8 up to 256.
+MAX_DIM = 256
+DIM_STEP = 8
 
 
 def why_no_kernel(layer: AttentionLayer) -> str | None:
@@ -64,18 +69,58 @@ def _kernel_for(
     return kernel_on(device, dtypes[0], key_dim, has_softcap)
 
 
+def kernel_on(
+    device: torch.device, dtype: torch.dtype, head_dim: int, needs_softcap: bool = False
+) -> FlashKernel | str:
+    """Return the first kernel that works with heads of this size, or a message with the reason
+    against each kernel.
+    """
+    return _first_working(flash_kernels.KERNELS, device, dtype, head_dim, needs_softcap)
+
+
+@functools.cache
+def _first_working(
+    kernels: tuple[Load, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    needs_softcap: bool,
+) -> FlashKernel | str:
+    where = f"{device} in {dtype} with heads of size {head_dim}"
+    reasons = dict[str, None]()
+    for load in kernels:
+        try:
+            kernel = load(device)
+        except KernelUnavailable as error:
+            why = str(error)
+        else:
+            if dtype not in kernel.dtypes:
+                why = f"{kernel.name} does not compute in {dtype}"
+            elif needs_softcap and not kernel.has_softcap:
+                why = f"{kernel.name} has no softcap"
+            else:
+                backend = functools.partial(attend, kernel)
+                wrong = why_wrong(backend, device, dtype, head_dim, head_dim, kernel.has_softcap)
+                if wrong is None:
+                    logger.debug("flash attention on %s is done by %s", where, kernel.name)
+                    return kernel
+                why = f"{kernel.name} {wrong}"
+        logger.debug("no flash attention on %s: %s", where, why)
+        reasons[why] = None
+    return "; ".join(reasons)
+
+
 class FlashAttention(KernelAttention):
     """The ``flash`` backend."""
 
     def __init__(self, kernel_names: str):
         super().__init__()
         self.__name__ = f"flash_attention[{kernel_names}]"
-        self._kernels: dict[tuple[object, ...], FlashKernel | str] = {}
 
     def why_not(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
     ) -> str | None:
-        kernel = self._kernel(query, keys, values, rules)
+        kernel = _kernel_of_call(query, keys, values, rules)
         return kernel if isinstance(kernel, str) else None
 
     def attend(
@@ -86,58 +131,57 @@ class FlashAttention(KernelAttention):
         batch: Plans,
         rules: AttentionRules,
     ) -> torch.Tensor:
-        kernel = self._kernel(query, keys, values, rules)
+        kernel = _kernel_of_call(query, keys, values, rules)
         assert not isinstance(kernel, str)
-        keys = aligned(keys)
-        values = aligned(values)
-        packing: Packing = batch.plan(
-            pack, query.device, rules.window, query.shape[0], keys.shape[1]
-        )
-        query = query.transpose(0, 1)
-        out = query.new_empty(query.shape)  # contiguous, because the layer reshapes it next
-        if packing.chains is not None:
-            attended = _attend_chains(kernel, query, keys, values, packing.chains, rules)
-            out[packing.chains.token_indices] = attended.to(out.dtype)
-        if packing.split is not None:
-            entries = packing.split.entries
-            parts = None
-            if entries is not None:
-                parts = _attend_ranges(
-                    kernel, query[entries.token_indices], keys, values, entries, rules
-                )
-            for block in packing.split.blocks:
-                attended = _attend_block(query, keys, values, block, parts, rules).flatten(0, 1)
-                attended = attended if block.real_queries is None else attended[block.real_queries]
-                out[block.real_token_indices] = attended.to(out.dtype)
-        return out
-
-    def _kernel(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
-    ) -> FlashKernel | str:
-        dtypes = (query.dtype, keys.dtype, values.dtype)
-        dims = (query.shape[-1], values.shape[-1])
-        key = query.device, dtypes, dims, rules.softcap is not None, rules.chunk is not None
-        if key not in self._kernels:
-            self._kernels[key] = _kernel_for(*key)
-        return self._kernels[key]
+        return attend(kernel, query, keys, values, batch, rules)
 
 
-def _attend_chains(
+def _kernel_of_call(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
+) -> FlashKernel | str:
+    return _kernel_for(
+        query.device,
+        (query.dtype, keys.dtype, values.dtype),
+        (query.shape[-1], values.shape[-1]),
+        rules.softcap is not None,
+        rules.chunk is not None,
+    )
+
+
+def attend(
     kernel: FlashKernel,
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    entries: Entries,
+    batch: Plans,
     rules: AttentionRules,
 ) -> torch.Tensor:
-    """Return attention of the tokens of long chains.  -> [num_queries, num_heads, head_dim]"""
-    out, lse = kernel(query[entries.token_indices], keys, values, entries, True, rules)
-    return out if rules.sinks is None else weigh_sinks(out, lse.T, rules.sinks)
+    """Return attention by this kernel as a :class:`~hf_slospec.model.attention.backends.Backend`
+    does.
+    """
+    keys = aligned(keys)
+    values = aligned(values)
+    packing: Packing = batch.plan(pack, query.device, rules.window, query.shape[0], keys.shape[1])
+    query = query.transpose(0, 1)
+    out = query.new_empty(query.shape)  # contiguous, because the layer reshapes it next
+    if (chains := packing.chains) is not None:
+        attended, lse = kernel(query[chains.token_indices], keys, values, chains, True, rules)
+        if rules.sinks is not None:
+            attended = weigh_sinks(attended, lse.T, rules.sinks)
+        out[chains.token_indices] = attended.to(out.dtype)
+    parts = None
+    if packing.ranges is not None:
+        parts = _attend_ranges(kernel, query, keys, values, packing.ranges, rules)
+    for block in packing.blocks:
+        attended = _attend_block(query, keys, values, block, parts, rules).flatten(0, 1)
+        attended = attended if block.real_queries is None else attended[block.real_queries]
+        out[block.real_token_indices] = attended.to(out.dtype)
+    return out
 
 
 def _attend_ranges(
     kernel: FlashKernel,
-    query: torch.Tensor,  # [num_queries, num_heads, head_dim]
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     keys: torch.Tensor,
     values: torch.Tensor,
     entries: Entries,
@@ -151,11 +195,12 @@ def _attend_ranges(
         out [num_queries, groups, num_kv_heads, head_dim] and lse [num_kv_heads, num_queries,
         groups] f32.
     """
-    grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(
-        1, 2
-    )  # [num_queries, groups, num_kv_heads, head_dim]
+    num_kv_heads = keys.shape[1]
+    # [num_queries, groups, num_kv_heads, head_dim]
+    grouped = query[entries.token_indices].unflatten(1, (num_kv_heads, -1)).transpose(1, 2)
     out, lse = kernel(grouped.flatten(0, 1), keys, values, entries, False, rules)
     groups = grouped.shape[1]
+    assert lse.shape == (num_kv_heads, len(out)), f"its log-sum-exp has the shape {lse.shape}"
     return out.unflatten(0, (-1, groups)), lse.unflatten(1, (-1, groups))
 
 
@@ -186,9 +231,8 @@ def _attend_block(
     if parts is not None:
         out = parts[0][block.pieces]
         lse = parts[1][:, block.pieces]
-        if (
-            block.is_empty is not None
-        ):  # without keys, a kernel's lse is +inf, -inf or 0, and its out is arbitrary
+        # Without keys, a kernel's lse is +inf, -inf or 0, and its out is arbitrary.
+        if block.is_empty is not None:
             out = out.masked_fill(block.is_empty[..., None, None, None], 0.0)
             lse = lse.masked_fill(block.is_empty[None, ..., None], -torch.inf)
         outs = folded(out.permute(1, 4, 2, 3, 0, 5))
@@ -197,9 +241,8 @@ def _attend_block(
         sink = rules.sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
         lses = torch.cat((lses, folded(sink)), -1)
         outs = torch.cat((outs, outs.new_zeros(*outs.shape[:2], 1, outs.shape[-1])), 2)
-    if (
-        outs.shape[2] == 1 and not block.slots.shape[1]
-    ):  # single tokens with one piece of keys: nothing to merge
+    # Single tokens with one piece of keys: nothing to merge.
+    if outs.shape[2] == 1 and not block.slots.shape[1]:
         merged = outs[:, :, 0]
     else:
         assert block.bias is not None, "a plan is used before completed()"

@@ -107,14 +107,20 @@ def _rotate(
     first = tl.load(source + dim, mask=in_half, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
     dtype = new_query.dtype.element_ty
-    by_cos = tl.load(cos + token * cos_stride + dim, mask=in_half, other=0.0).to(tl.float32)
-    by_sin = tl.load(sin + token * sin_stride + dim, mask=in_half, other=0.0).to(tl.float32)
-    rotated = (first * by_cos).to(dtype).to(tl.float32) - (second * by_sin).to(dtype).to(tl.float32)
-    tl.store(destination + dim, rotated.to(dtype), mask=in_half)
-    by_cos = tl.load(cos + token * cos_stride + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
-    by_sin = tl.load(sin + token * sin_stride + HALF + dim, mask=in_half, other=0.0).to(tl.float32)
-    rotated = (second * by_cos).to(dtype).to(tl.float32) + (first * by_sin).to(dtype).to(tl.float32)
-    tl.store(destination + HALF + dim, rotated.to(dtype), mask=in_half)
+    for half in tl.static_range(2):
+        place = half * HALF + dim
+        by_cos = tl.load(cos + token * cos_stride + place, mask=in_half, other=0.0).to(tl.float32)
+        by_sin = tl.load(sin + token * sin_stride + place, mask=in_half, other=0.0).to(tl.float32)
+        if half == 0:
+            rotated = _rounded(first * by_cos, dtype) - _rounded(second * by_sin, dtype)
+        else:
+            rotated = _rounded(second * by_cos, dtype) + _rounded(first * by_sin, dtype)
+        tl.store(destination + place, rotated.to(dtype), mask=in_half)
+
+
+@triton.jit
+def _rounded(values, DTYPE: tl.constexpr):
+    return values.to(DTYPE).to(tl.float32)
 
 
 @triton.jit

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from hf_slospec.cuda.few_rows import (
+    Fusion,
     JointProjections,
-    Outputs,
-    Way,
+    OutputPairs,
     are_few,
     is_plain,
     joint_projections,
@@ -101,7 +101,7 @@ def _candidates(layers: Sequence[Any]) -> list[Override]:
 
 
 def _first_right(
-    candidates: Iterable[Override], trial: Callable[[Override], Outputs], name: str
+    candidates: Iterable[Override], trial: Callable[[Override], OutputPairs], name: str
 ) -> Override | None:
     """Return the first override whose outputs are the original's up to rounding."""
     for override in candidates:
@@ -111,7 +111,7 @@ def _first_right(
     return None
 
 
-def _try_layers(modules: list[Any], fused: Override) -> Outputs:
+def _try_layers(modules: list[Any], fused: Override) -> OutputPairs:
     """Yield outputs for random states, for each layer."""
     for module in modules:
         weight = next(module.parameters())
@@ -120,7 +120,7 @@ def _try_layers(modules: list[Any], fused: Override) -> Outputs:
         yield fused(original, module, states), original(module, states)
 
 
-def _try_rotary(source: Any, weight: torch.Tensor, fused: Override) -> Outputs:
+def _try_rotary(source: Any, weight: torch.Tensor, fused: Override) -> OutputPairs:
     """Yield outputs for random queries and keys."""
     values = random_like(weight, 8, TRIAL_TOKENS, 32)
     arguments = values[None, :4], values[None, 4:6], values[6:7], values[7:]
@@ -168,17 +168,14 @@ class GatedMlps:
     """
 
     def __init__(self, mlps: Sequence[Any]):
-        with_few = [
-            mlp
-            for mlp in mlps
-            if type(mlp.act_fn) in _activations() and type(mlp.gate_proj) is nn.Linear
-        ]
         pairs = [
             (mlp, (mlp.gate_proj, mlp.up_proj))
-            for mlp in with_few
-            if _takes_few(mlp, mlp.gate_proj.weight)
+            for mlp in mlps
+            if type(mlp.act_fn) in _activations()
+            and type(mlp.gate_proj) is nn.Linear
+            and _takes_few(mlp, mlp.gate_proj.weight)
         ]
-        self._by_shape = max_rows(Way(_gated, _gated_separately), pairs)
+        self._by_shape = max_rows(Fusion(_gated, _gated_separately), pairs)
 
     def __call__(self, original: Override, mlp: Any, states: torch.Tensor) -> Any:
         """Return an MLP's output."""

@@ -11,9 +11,8 @@ import logging
 import statistics
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -62,12 +61,10 @@ RETRY_AFTER = 64
 # Graphs may use 1/16 of a device's memory, and so may an idle K/V pool that is kept for them
 MEMORY_SHARE = 16
 TOLERANCE = 0.05  # relative error allowed in a first replay; larger than rounding in any dtype
-CHUNK = (
-    16  # rows of logits that are compared at a time, as an fp32 copy of 640 rows of 128k is 328 MB
-)
-LARGEST = (
-    1e9  # larger outputs, such as mask values, are not compared, as they would outweigh all others
-)
+# Rows of logits that are compared at a time, as an fp32 copy of 640 rows of 128k is 328 MB.
+CHUNK = 16
+# Larger outputs, such as mask values, are not compared, as they would outweigh all others.
+LARGEST = 1e9
 NUM_REPLAYS = 5  # replays whose median time is taken
 
 Run = Callable[[], Any]  # returns a tree of tensors
@@ -79,29 +76,6 @@ class CaptureError(RuntimeError):
     """
 
 
-class GraphCapturer(Protocol):
-    """Captures functions whose inputs keep their addresses."""
-
-    max_bytes: int  # memory that the captures may use
-    num_bytes: int  # memory that the captures use
-
-    def on_stream(self) -> AbstractContextManager[None]:
-        """Return a context on the stream of captures, where an eager run lets libraries allocate
-        their workspaces.
-        """
-
-    def capture(self, run: Run) -> Run:
-        """Return a function that repeats all device work of ``run`` and returns the same tensors
-        each time.
-
-        Raises:
-            CaptureError: the capture failed on the device; a later one may succeed.
-        """
-
-    def is_usable(self) -> bool:
-        """Return whether graphs may run on this thread's current stream."""
-
-
 class CudaGraphs:
     """CUDA graphs of one device that share their memory, as one runs at a time."""
 
@@ -109,11 +83,14 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._graphs = WeakSet[torch.cuda.CUDAGraph]()
-        self.num_bytes = 0
+        self.num_bytes = 0  # that the captures use
         self.max_bytes = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
+        """Run on the stream of captures, where an eager run lets libraries allocate their
+        workspaces.
+        """
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -122,20 +99,23 @@ class CudaGraphs:
             current.wait_stream(self._stream)
 
     def capture(self, run: Run) -> Run:
+        """Return a function that repeats all device work of ``run`` and returns the same tensors
+        each time.
+
+        Raises:
+            CaptureError: the capture failed on the device; a later one may succeed.
+        """
         graph = torch.cuda.CUDAGraph()
         with apart_from_captures(self._device), self.on_stream():
-            alive = list(
-                self._graphs
-            )  # keeps graphs from being collected before the capture begins
+            alive = list(self._graphs)  # so that none is collected before the capture begins
             if not alive:  # torch refuses captures into a memory pool whose graphs were all deleted
                 self._memory = torch.cuda.graph_pool_handle()
                 self.num_bytes = 0
             self._stream.synchronize()
             reserved = torch.cuda.memory_reserved(self._device)
             try:
-                graph.capture_begin(
-                    self._memory, capture_error_mode="thread_local"
-                )  # other threads go on
+                # Other threads go on.
+                graph.capture_begin(self._memory, capture_error_mode="thread_local")
                 try:
                     out = run()
                 finally:
@@ -166,18 +146,19 @@ class CudaGraphs:
             generator.graphsafe_set_state(generator.clone_state())  # a clone is not capturing
 
     def is_usable(self) -> bool:
+        """Return whether graphs may run on this thread's current stream."""
         # On other streams, a forward's inputs could be overwritten before it has read them.
         return bool(
             torch.cuda.current_stream(self._device) == torch.cuda.default_stream(self._device)
         )
 
 
-def capturer_for(device: torch.device) -> GraphCapturer | None:
+def capturer_for(device: torch.device) -> CudaGraphs | None:
     """Return a capturer for a device; None where there are no CUDA graphs."""
     return CudaGraphs(device) if device.type == "cuda" and torch.version.hip is None else None
 
 
-def replayed_s(capturer: GraphCapturer, run: Run, device: torch.device) -> float:
+def replayed_s(capturer: CudaGraphs, run: Run, device: torch.device) -> float:
     """Return the median seconds of replays of a captured function on a CUDA device."""
     with capturer.on_stream():
         run()
@@ -233,14 +214,13 @@ class Graphs:
     """Captured forwards of a model on one pool."""
 
     def __init__(
-        self, capturer: GraphCapturer, device: torch.device, history: GraphHistory | None = None
+        self, capturer: CudaGraphs, device: torch.device, history: GraphHistory | None = None
     ):
         self._capturer = capturer
         self._device = device
         self._history = history or GraphHistory()
-        self._captured: OrderedDict[Hashable, _Captured] = (
-            OrderedDict()
-        )  # least recently used first
+        # Least recently used first.
+        self._captured = OrderedDict[Hashable, _Captured]()
         self._preconditions: Hashable = None  # preconditions under which all graphs were captured
         # Output buffers, shared by all graphs as logits are large; by index of the output, shape of
         # a row, and dtype.
@@ -297,13 +277,13 @@ class Graphs:
         if preconditions != self._preconditions:
             self._captured.clear()
             self._preconditions = preconditions
-        (tensors, key) = flattened(inputs)
+        tensors, key = flattened(inputs)
         seen = self._history.seen
         if key not in self._captured:
             seen[key] += 1
-            return (
-                self._capture(key, inputs, tensors, compute) if seen[key] > self.patience else None
-            )
+            if seen[key] <= self.patience:
+                return None
+            return self._capture(key, inputs, tensors, compute)
         self._captured.move_to_end(key)
         captured = self._captured[key]
         captured.inputs.fill(tensors)
@@ -319,9 +299,8 @@ class Graphs:
     ) -> Any | None:
         """Capture this forward and return its result; None if it could not be captured."""
         try:
-            with torch.inference_mode(
-                False
-            ):  # replays outside of inference mode write to the same tensors
+            # Replays outside of inference mode write to the same tensors.
+            with torch.inference_mode(False):
                 static = DeviceCopy(inputs, self._device)
             static.fill(tensors)
             # An eager run warms up libraries and raises errors early: a failed capture leaves CUDA
@@ -349,10 +328,8 @@ class Graphs:
         """Record a failed capture; stop all captures if its reason is permanent, or if none has
         ever succeeded.
         """
-        failures, is_transient = (
-            self._history.failures,
-            isinstance(error, CaptureError) or is_out_of_memory(error),
-        )
+        failures = self._history.failures
+        is_transient = isinstance(error, CaptureError) or is_out_of_memory(error)
         failures[key] += 1
         if is_transient and (self._history.counts.captures or failures.total() < MAX_FAILURES):
             logger.debug("a capture failed, and is tried again later: %r", error)

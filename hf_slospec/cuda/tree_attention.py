@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,21 +25,10 @@ from hf_slospec.model.batch import (
     Span,
 )
 
-MIN_ROWS, MAX_ROWS = (
-    16,
-    64,
-)  # rows per tile: the minimum of tensor cores, and as many as registers suffice for
+# Rows per tile: the minimum of tensor cores, and as many as registers suffice for.
+MIN_ROWS = 16
+MAX_ROWS = 64
 MIN_WIDTH = 16  # least number of columns of a padded mask
-COLUMNS = (
-    "start",
-    "prefix_len",
-    "num_staged",
-    "first_token",
-    "num_tokens",
-    "offset",
-    "sequence",
-    "is_chain",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +43,14 @@ class TreePlan(Plan):
     With ``paths``, ``num_staged`` of a tree's tile is that of its tokens with the longest path.
     """
 
-    tiles: torch.Tensor  # [num_tiles, len(COLUMNS)] int32
+    # [num_tiles, 8] int32: start, prefix_len, num_staged, first_token, number of tokens, offset,
+    # index of the sequence, is_chain
+    tiles: torch.Tensor
     # [num_tokens, width] bool, among staged tokens, True = may attend; or int64, see NewTokens. Not
     # read for chains.
     mask: torch.Tensor
-    positions: (
-        torch.Tensor | None
-    )  # [num_tokens] int32; None: the layer's attention does not depend on positions
+    # [num_tokens] int32; None: the layer's attention does not depend on positions
+    positions: torch.Tensor | None
     staged_positions: torch.Tensor | None  # [num_sequences, width] int32
     # [num_tokens, 1 + longest] int32: number of staged tokens on the token's path, then their
     # indices among the sequence's, read in place of the mask; None: the mask is read
@@ -101,16 +92,18 @@ def plan_tree(
         for offset in range(0, span.num_tokens, tokens_per_tile)
     ]  # fmt: skip
     num_tiles = num_tokens // tokens_per_tile + len(spans) if batch.is_padded else len(tiles)
-    array = np.zeros((num_tiles, len(COLUMNS)), dtype=np.int32)
+    array = np.zeros((num_tiles, 8), dtype=np.int32)
     array[: len(tiles)] = tiles
-    masks = [
-        None if span.is_chain else span.staged_mask_for(0 if has_window else None) for span in spans
-    ]
-    mask = _mask(spans, masks, width)
+    window = 0 if has_window else None
+    mask = _mask(
+        spans, [None if span.is_chain else span.staged_mask_for(window) for span in spans], width
+    )
     positions = staged_positions = paths = None
     if by_position:
         positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
-        staged_positions = _stacked([span.staged_positions for span in spans], width).int()
+        staged_positions = _joined(
+            torch.stack, [span.staged_positions for span in spans], width
+        ).int()
     if by_path:
         paths = _paths(mask.cpu())
         lengths = np.maximum.reduceat(paths[:, 0].numpy(), array[:, 3])  # each tile's longest path
@@ -123,29 +116,22 @@ def _paths(mask: torch.Tensor) -> torch.Tensor:
     [num_tokens, *] int32
     """
     lengths = mask.sum(1)
-    (rows, columns) = mask.nonzero(as_tuple=True)
+    rows, columns = mask.nonzero(as_tuple=True)
     paths = torch.zeros(len(mask), 1 + int(lengths.max()), dtype=torch.int32, device="cpu")
     paths[:, 0] = lengths
-    paths[rows, 1 + torch.arange(len(rows), device="cpu") - (lengths.cumsum(0) - lengths)[rows]] = (
-        columns.int()
-    )
+    firsts = (lengths.cumsum(0) - lengths)[rows]  # of each row among all true columns
+    paths[rows, 1 + torch.arange(len(rows), device="cpu") - firsts] = columns.int()
     return paths
 
 
 def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> torch.Tensor:
     """Return the masks below each other.  -> [num_tokens, width], of their dtype"""
     given = [mask for mask in masks if mask is not None]
-    if (
-        given and not given[0].is_cpu
-    ):  # draft levels that run eagerly: as few operations as possible
-        rows = [
-            spans[i].staged_mask[:, :width] if mask is None else mask
-            for i, mask in enumerate(masks)
-        ]
-        if len({row.shape[1] for row in rows}) > 1:
-            rows = [F.pad(row, (0, width - row.shape[1])) for row in rows]
-        whole = torch.cat(rows)
-        return F.pad(whole, (0, width - whole.shape[1])) if whole.shape[1] < width else whole
+    # Draft levels that run eagerly: as few operations as possible.
+    if given and not given[0].is_cpu:
+        pairs = zip(spans, masks, strict=True)
+        rows = [span.staged_mask[:, :width] if mask is None else mask for span, mask in pairs]
+        return _joined(torch.cat, rows, width)
     whole = torch.zeros(
         spans[-1].end, width, dtype=given[0].dtype if given else torch.bool, device="cpu"
     )
@@ -155,12 +141,14 @@ def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> to
     return whole
 
 
-def _stacked(rows: list[torch.Tensor], width: int) -> torch.Tensor:
+def _joined(
+    join: Callable[[list[torch.Tensor]], torch.Tensor], rows: list[torch.Tensor], width: int
+) -> torch.Tensor:
     """Return rows of different lengths below each other, padded with 0.  -> [num_rows, width]"""
-    if len({len(row) for row in rows}) > 1:
-        return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
-    stacked = torch.stack(rows)
-    return F.pad(stacked, (0, width - stacked.shape[1])) if stacked.shape[1] < width else stacked
+    if len({row.shape[-1] for row in rows}) > 1:
+        return join([F.pad(row, (0, width - row.shape[-1])) for row in rows])
+    whole = join(rows)
+    return F.pad(whole, (0, width - whole.shape[1])) if whole.shape[1] < width else whole
 
 
 MAX_DIM = 256  # head size: larger ones do not fit into a multiprocessor's shared memory
@@ -175,9 +163,8 @@ def why_no_kernel(layer: AttentionLayer) -> str | None:
     if key.dtype != value.dtype:
         return f"keys are {key.dtype} and values {value.dtype}"
     # A latent layer attends with K and V of other sizes than it caches.
-    return _why_no_kernel(
-        key.device, key.dtype, *((16, 16) if layer.is_latent else (key.dim, value.dim))
-    )
+    dims = (16, 16) if layer.is_latent else (key.dim, value.dim)
+    return _why_no_kernel(key.device, key.dtype, *dims)
 
 
 @functools.cache
@@ -194,42 +181,53 @@ def _why_no_kernel(
         return "Triton is not installed"
     if max(key_dim, value_dim) > MAX_DIM:
         return f"heads of size {key_dim} with values of size {value_dim} are larger than {MAX_DIM}"
-    try:
-        worst = trial_error(device, dtype, key_dim, value_dim)
-    except Exception as error:  # noqa: BLE001  Triton fails in many ways, such as without a C compiler
-        return f"the kernel failed in a trial with {error!r}"
-    return (
-        None if worst <= TRIAL_TOLERANCE else f"the kernel was off by {worst:.2g} in a trial"
-    )  # also NaN
+    wrong = why_wrong(TreeAttention(), device, dtype, key_dim, value_dim)
+    return None if wrong is None else f"the kernel {wrong}"
 
 
-def trial_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
-    """Return the largest difference between the kernel and the reference in fp32 on a small batch."""
+def why_wrong(
+    attend: Callable[..., torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    has_softcap: bool = True,
+) -> str | None:
+    """Return how a backend differs from the reference in fp32 on a small batch; None if it does
+    not.
+    """
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device="cpu")
+    offsets = torch.tensor([0, 1, 1], device="cpu")
+    causal = torch.ones(65, 65, device="cpu").tril().bool()  # longer than dense blocks are
     spans = [
-        Span(CachedSequence(1, 20, length=9), 0, 3, tree, torch.tensor([9, 10, 10], device="cpu")),
+        Span(CachedSequence(1, 20, length=9), 0, 3, tree, 9 + offsets),
         Span(
-            CachedSequence(22, 70),
+            CachedSequence(22, 70, length=5),
             3,
             68,
-            torch.ones(65, 65, device="cpu").tril().bool(),
-            torch.arange(65, device="cpu"),
+            causal,
+            torch.arange(5, 70, device="cpu"),
             is_chain=True,
         ),
+        Span(CachedSequence(93, 3), 68, 71, tree, offsets),
     ]
     batch = PackedBatch(spans, [span.visible for span in spans])
     draw = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(shape, generator=draw, device="cpu").to(device, dtype)
-        for shape in ((4, 68, key_dim), (96, 2, key_dim), (96, 2, value_dim))
+        for shape in ((4, 71, key_dim), (100, 2, key_dim), (100, 2, value_dim))
     )
     sinks = torch.randn(4, generator=draw, device="cpu").to(device)
+    softcap = 3.0 if has_softcap else None
     worst = 0.0
-    for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, 3.0, sinks)):
-        out = TreeAttention()(query, keys, values, batch, rules)
+    for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, softcap, sinks)):
+        try:
+            out = attend(query, keys, values, batch, rules)
+        except Exception as error:  # noqa: BLE001  compilers of kernels raise classes of their own
+            return f"failed in a trial with {error!r}"
         expected = masked_attention(query.float(), keys.float(), values.float(), batch, rules)
         worst = max(worst, float((out.float() - expected).abs().max().nan_to_num(nan=torch.inf)))
-    return worst
+    return None if worst <= TRIAL_TOLERANCE else f"was off by {worst:.2g} in a trial"
 
 
 class TreeAttention(KernelAttention):

@@ -43,22 +43,22 @@ def tree_attention(
     )
     is_split = num_splits > 1
     out = query.new_empty(num_tokens, num_heads, value_dim)
-    # unread without splits
+    # Tensors in the place of those that the kernel does not read.
     parts = out
     lses = out
+    sinks, positions, staged_positions, paths = (
+        plan.tiles if tensor is None else tensor
+        for tensor in (rules.sinks, plan.positions, plan.staged_positions, plan.paths)
+    )
     if is_split:
         parts = query.new_empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32)
         lses = query.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
     largest = max(key_dim, value_dim) * query.element_size()  # bytes
     with on_device_of(query):
         _attend[(len(plan.tiles), num_kv_heads, num_splits)](
-            query, keys, values, parts if is_split else out, lses, out if rules.sinks is None else rules.sinks,
-            plan.tiles, plan.mask,
-            plan.tiles if plan.positions is None else plan.positions,
-            plan.tiles if plan.staged_positions is None else plan.staged_positions,
-            plan.tiles if plan.paths is None else plan.paths,
+            query, keys, values, parts, lses, sinks, plan.tiles, plan.mask, positions, staged_positions, paths,
             query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            plan.mask.shape[1], 0 if plan.paths is None else plan.paths.shape[1], num_tokens, num_heads, rules.scaling,
+            plan.mask.shape[1], paths.shape[1], num_tokens, num_heads, rules.scaling,
             rules.softcap or 0.0, rules.window or 0, rules.chunk or 0,
             GROUPS=num_heads // num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             BLOCK_M=plan.num_rows, BLOCK_N=64 if largest <= 256 else 32,
@@ -85,6 +85,16 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
 
 def _block(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
+
+
+@triton.jit
+def load_block(
+    source, row, column, is_row, is_column, row_stride, column_stride, IN_FP32: tl.constexpr
+):
+    """Load a block of a matrix."""
+    place = row[:, None] * row_stride + column[None, :] * column_stride
+    block = tl.load(source + place, mask=is_row[:, None] & is_column[None, :], other=0.0)
+    return block.to(tl.float32) if IN_FP32 else block  # the interpreter has no products of bf16
 
 
 @triton.jit(
@@ -124,13 +134,10 @@ def _attend(
     in_batch = (first_token + token).to(tl.int64)
     key_dims = tl.arange(0, BLOCK_K)
     value_dims = tl.arange(0, BLOCK_V)
-    query_block = tl.load(
-        query + in_batch[:, None] * query_token_stride + head[:, None] * query_head_stride + key_dims[None, :],
-        mask=is_row[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-
-    if IN_FP32:
-        query_block = query_block.to(tl.float32)
+    in_key = key_dims < KEY_DIM
+    in_value = value_dims < VALUE_DIM
+    query_row = in_batch * query_token_stride + head * query_head_stride
+    query_block = load_block(query, query_row, key_dims, is_row, in_key, 1, 1, IN_FP32)
 
     if is_chain:  # later tokens of the chain are not seen
         num_keys = prefix_len + offset + tile_tokens
@@ -176,12 +183,9 @@ def _attend(
             staged = tl.where(on_path, tl.load(path + 1 + staged, mask=on_path, other=0), staged)
             slot = start + prefix_len + staged
             reader = is_row & ((token == owner) | (first_key < first_own))
-        key_block = tl.load(
-            keys + slot[None, :] * key_slot_stride + kv_head * key_head_stride + key_dims[:, None],
-            mask=is_key[None, :] & (key_dims < KEY_DIM)[:, None], other=0.0,
+        key_block = load_block(
+            keys + kv_head * key_head_stride, key_dims, slot, in_key, is_key, 1, key_slot_stride, IN_FP32
         )  # fmt: skip
-        if IN_FP32:
-            key_block = key_block.to(tl.float32)
         scores = tl.dot(query_block, key_block, input_precision="ieee") * scaling
         if HAS_SOFTCAP:  # tanh(x) = 2 sigmoid(2x) - 1
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -211,17 +215,13 @@ def _attend(
             seen = seen & (position[:, None] // chunk == key_position[None, :] // chunk)
         scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        base = tl.where(
-            new_max == float("-inf"), 0.0, new_max
-        )  # a row may see no key of this block
+        # A row may see no key of this block.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(row_max - base)
-        value_block = tl.load(
-            values + slot[:, None] * value_slot_stride + kv_head * value_head_stride + value_dims[None, :],
-            mask=is_key[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
+        value_block = load_block(
+            values + kv_head * value_head_stride, slot, value_dims, is_key, in_value, value_slot_stride, 1, IN_FP32
         )  # fmt: skip
-        if IN_FP32:
-            value_block = value_block.to(tl.float32)
         sums = sums * kept[:, None] + tl.dot(
             weights.to(value_block.dtype), value_block, input_precision="ieee"
         )
@@ -237,7 +237,7 @@ def _attend(
         tl.store(
             lses + row, tl.where(has_none, float("-inf"), row_max + tl.log2(total)), mask=is_row
         )
-    is_stored = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
+    is_stored = is_row[:, None] & in_value[None, :]
     tl.store(
         out + row[:, None] * VALUE_DIM + value_dims[None, :],
         attended.to(out.dtype.element_ty),

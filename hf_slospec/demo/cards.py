@@ -45,17 +45,12 @@ def verdict(view: View) -> tuple[str, str]:
         return "unjudged", "not known yet"
     if view.state in ("stopped", "failed"):
         return "unjudged", "&nbsp;"  # the state says it; an empty box has another height
+    is_met = view.metrics.attained
     if view.state == "finished":
-        return (
-            ("met", "✓ speed target met")
-            if view.metrics.attained
-            else ("missed", "✗ speed target missed")
-        )
-    return (
-        ("met", "✓ at speed target")
-        if view.metrics.attained
-        else ("missed", "✗ below speed target")
-    )
+        words = "✓ speed target met" if is_met else "✗ speed target missed"
+    else:
+        words = "✓ at speed target" if is_met else "✗ below speed target"
+    return ("met" if is_met else "missed"), words
 
 
 def card(view: View, scale: float, share: float, hides_text: bool = False) -> str:

@@ -168,9 +168,9 @@ class Page:
                 add = gr.Button("Add user", elem_id="add", min_width=120)
             own_card = self._own_panel()
             other_cards = gr.HTML(apply_default_css=False, elem_id="others")
-            seen = gr.State({"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED})
+            sent = gr.State({"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED})
             outputs = [
-                seen,
+                sent,
                 policy,
                 head,
                 own_card,
@@ -178,10 +178,9 @@ class Page:
                 *(part for panel in panels for part in panel.all),
             ]
             for event in (page.load, gr.Timer(REFRESH_S).tick):
-                event(self.refresh, [seen, policy], outputs, show_progress="hidden", queue=False)
-            set_policy = with_error_message(self.sessions.set_policy)
-            policy.input(set_policy, policy, None, concurrency_limit=None, show_progress="hidden")
-            add.click(with_error_message(self.add), persona, None, concurrency_limit=None)
+                event(self.refresh, [sent, policy], outputs, show_progress="hidden", queue=False)
+            handle(policy.input, self.sessions.set_policy, policy, show_progress="hidden")
+            handle(add.click, self.add, persona)
             page.unload(self.leave)
         return page
 
@@ -197,23 +196,14 @@ class Page:
                 start = gr.Button("Start again", size="sm", min_width=60)
                 stop = gr.Button("Stop", size="sm", min_width=60)
                 remove = gr.Button("Remove", size="sm", min_width=60)
-        change = with_error_message(
-            lambda *values: self.sessions.change(index, request_of(*values))
-        )
+
+        def change(*values: Any) -> None:
+            self.sessions.change(index, request_of(*values))
+
         for event in (start.click, controls.tpot_slo_ms.release, controls.has_slo.input):
-            event(change, controls.all, None, concurrency_limit=None, show_progress="hidden")
-        stop.click(
-            with_error_message(lambda: self.sessions.stop(index)),
-            None,
-            None,
-            concurrency_limit=None,
-        )
-        remove.click(
-            with_error_message(lambda: self.sessions.remove(index)),
-            None,
-            None,
-            concurrency_limit=None,
-        )
+            handle(event, change, controls.all, show_progress="hidden")
+        handle(stop.click, lambda: self.sessions.stop(index))
+        handle(remove.click, lambda: self.sessions.remove(index))
         return Panel(column, card, controls)
 
     def _own_panel(self) -> gr.HTML:
@@ -228,8 +218,8 @@ class Page:
                     stop = gr.Button("Stop", min_width=80, elem_id="own-stop")
             with gr.Column(min_width=330, elem_classes=["user", "yours"]):
                 card = gr.HTML(apply_default_css=False, elem_id="own-card")
-        write.click(with_error_message(self.ask), controls.all, None, concurrency_limit=None)
-        stop.click(with_error_message(self.stop_own), None, None, concurrency_limit=None)
+        handle(write.click, self.ask, controls.all)
+        handle(stop.click, self.stop_own)
         return card
 
     # ---- event handlers
@@ -248,11 +238,11 @@ class Page:
     def leave(self, request: gr.Request) -> None:
         self.sessions.leave(str(request.session_hash))
 
-    def refresh(self, seen: dict[str, Any], shown: str | None, request: gr.Request) -> list[Any]:
+    def refresh(self, sent: dict[str, Any], shown: str | None, request: gr.Request) -> list[Any]:
         """Return the updates of all components for this session.
 
         Args:
-            seen: policy and versions of requests that the session was sent, and the policy that it
+            sent: policy and versions of requests that the session was sent, and the policy that it
                 showed before; controls are updated only if another session changed them.
             shown: policy that the session shows. Answers may overtake each other, so another one
                 than the present one is replaced once it is seen twice; the first time, the visitor
@@ -260,12 +250,12 @@ class Page:
         """
         scene = self.sessions.refresh(str(request.session_hash))
         simulated, own_card, other_cards = cards.cards(scene)
-        is_current = scene.policy == seen["policy"] and (
-            shown == scene.policy or shown != seen["shown"]
+        is_current = scene.policy == sent["policy"] and (
+            shown == scene.policy or shown != sent["shown"]
         )
         policy = gr.skip() if is_current else scene.policy
         updates = [policy, cards.headline(scene), own_card or EMPTY_CARD, other_cards]
-        for view, html, version in zip(scene.simulated, simulated, seen["versions"], strict=True):
+        for view, html, version in zip(scene.simulated, simulated, sent["versions"], strict=True):
             updates += _panel_updates(view, html, version)
         versions = [None if view is None else view.version for view in scene.simulated]
         return [{"policy": scene.policy, "shown": shown, "versions": versions}, *updates]
@@ -276,9 +266,9 @@ EMPTY_CARD = (
 )
 
 
-def _panel_updates(view: View | None, html: str, seen: int | None) -> list[Any]:
+def _panel_updates(view: View | None, html: str, sent: int | None) -> list[Any]:
     version = None if view is None else view.version
-    if version == seen:
+    if version == sent:
         return [gr.skip(), html if view else gr.skip(), *[gr.skip()] * 6]
     return [
         gr.Column(visible=view is not None),
@@ -287,7 +277,11 @@ def _panel_updates(view: View | None, html: str, seen: int | None) -> list[Any]:
     ]
 
 
-def with_error_message(handler: Callable[..., None]) -> Callable[..., None]:
+def handle(
+    event: Callable[..., Any], handler: Callable[..., None], inputs: Any = None, **options: Any
+) -> None:
+    """Connect an event of a component to a handler, whose errors the page shows."""
+
     @functools.wraps(handler)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
@@ -295,4 +289,4 @@ def with_error_message(handler: Callable[..., None]) -> Callable[..., None]:
         except SLOSpecError as error:
             raise gr.Error(str(error), duration=8, print_exception=False) from error
 
-    return run
+    event(run, inputs, None, concurrency_limit=None, **options)

@@ -170,7 +170,7 @@ def launch(page: gr.Blocks, options: Options) -> str:
 
 def password_check(password: str) -> Callable[[str, str], bool]:
     """Return a check that accepts any user name with this password."""
-    return lambda name, given: hmac.compare_digest(given.encode(), password.encode())
+    return lambda name, entered: hmac.compare_digest(entered.encode(), password.encode())
 
 
 class ContentSecurityPolicy:

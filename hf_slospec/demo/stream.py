@@ -31,8 +31,8 @@ def gains(commits: Sequence[Commit]) -> list[Gain]:
     commits.
     """
     return [
-        Gain(now.at_s, now.num_emitted - before.num_emitted, now.num_nodes)
-        for before, now in pairwise(commits)
+        Gain(later.at_s, later.num_emitted - earlier.num_emitted, later.num_nodes)
+        for earlier, later in pairwise(commits)
     ]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from hf_slospec.drafters.beam import beam_search
-from hf_slospec.drafters.level import Beam, Level, Network, Scores, Vocabulary
-from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.level import Level, Network, Scores, Vocabulary
+from hf_slospec.drafters.methods import DraftMethod, PackedDrafter, Room, with_roots
 from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.errors import IncompatibleDraftError
@@ -20,8 +20,7 @@ from hf_slospec.model.kept_prefixes import RequestTokens, num_common
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import attends_to_encoder, evaluating, input_device, vocab_size
-from hf_slospec.model.sequences import Sequences
-from hf_slospec.model.tree_mask import draft_nodes
+from hf_slospec.model.tree_mask import chain, draft_nodes
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import IntArray, TokenTree
 
@@ -45,7 +44,7 @@ class AssistantNetwork:
         return Scores(outputs[..., : self.vocab_size])
 
 
-class AssistantDrafter(Drafter):
+class AssistantDrafter(PackedDrafter):
     """Beam search on the draft model's probabilities, coupled to the noise of sampled requests.
 
     Its candidate trees hold every beam node. The draft's K/V cache holds committed tokens only: a
@@ -58,43 +57,19 @@ class AssistantDrafter(Drafter):
     CATCH_UP = 1024
     FEW = MAX_CATCH_UP
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        max_nodes: int,
-        vocab_size: int,
-        max_slots: int | None = None,
-        max_kept: float | None = None,
-    ):
-        """Make a drafter that has no requests yet.
-
-        Args:
-            packed: the draft.
-            max_nodes: maximum number of nodes of one request's beam, depth times width of plans.
-            vocab_size: the target's, which bounds proposed ids.
-            max_slots, max_kept: see :class:`Sequences`.
-        """
-        self.packed = packed
-        self.network: Network = AssistantNetwork(vocab_size)
-        self.sequences = Sequences(packed, max_nodes, max_slots, max_kept)
-
-    @property
-    def num_one_off_forwards(self) -> int:
-        return self.packed.num_one_off_forwards
+    def __init__(self, packed: PackedModel, room: Room, network: Network | None = None):
+        """Make a drafter that has no requests yet; ``network`` by default takes the target's ids."""
+        super().__init__(packed, room)
+        self.network = network or AssistantNetwork(room.vocab_size)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with as_memory_error(), evaluating(self.packed.model):
-            return self._trees_of(requests, plan)
-
-    def _trees_of(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        by_request = self._with_room(requests)
-        for tokens in by_request.values():  # after an undone step, forward the root again
-            self.sequences.of(tokens).truncate(len(tokens.tokens) - 1)
-        ready = self._catch_up(by_request)
-        trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
-        return [
-            trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
-        ]
+            by_request = self._with_room(requests)
+            for tokens in by_request.values():  # after an undone step, forward the root again
+                self.sequences.of(tokens).truncate(len(tokens.tokens) - 1)
+            ready = self._catch_up(by_request)
+            trees = self._draft(ready, plan) if ready else []
+            return with_roots(requests, dict(zip(ready, trees, strict=True)))
 
     def _with_room(self, requests: Sequence[Request]) -> dict[Request, RequestTokens]:
         """Reserve slots for one more step; return the draft's tokens of requests that have them."""
@@ -144,38 +119,22 @@ class AssistantDrafter(Drafter):
         """
         return 0 if self.sequences.max_kept is None else self.sequences.reuse(request)
 
-    def release(self, request: Request) -> None:
-        self.sequences.release(request)
-
-    def relieve(self) -> bool:
-        """Free the K/V of all requests, which can be computed again; return whether any was freed."""
-        had_some = not self.sequences.is_empty
-        self.close()
-        return had_some
-
-    def close(self) -> None:
-        self.sequences.close()
-
-    def _run(
-        self, requests: Sequence[RequestTokens], indices: IntArray, level: Level
-    ) -> Beam | Scores:
+    def _run(self, requests: Sequence[RequestTokens], indices: IntArray, level: Level) -> Any:
         """Forward the last layer of the beam of some requests, or for roots all committed tokens
-        that lack K/V.
+        that lack K/V; see ``Level.grown``.
         """
-        grown: Beam | Scores
         requests = [requests[index] for index in indices]
         sequences = [self.sequences.of(request) for request in requests]
         if not level.is_root:
             root_positions = [len(request.tokens) - 1 for request in requests]
             parts = draft_nodes(self.packed, sequences, root_positions, level.sizes)
-            grown = self.sequences.draft(
+            return self.sequences.draft(
                 parts, torch.arange(len(requests) * level.beam, device="cpu"), level
             )
-            return grown
         uncached = [self.sequences.uncached(request) for request in requests]
         parts = [
-            self.sequences.chain(request, tokens)
-            for request, tokens in zip(requests, uncached, strict=True)
+            chain(self.packed, sequence, tokens)
+            for sequence, tokens in zip(sequences, uncached, strict=True)
         ]
         last_rows = np.cumsum([len(tokens) for tokens in uncached]) - 1
         grown = self.sequences.draft(parts, torch.from_numpy(last_rows), level)
@@ -190,9 +149,7 @@ class AssistantMethod(DraftMethod):
 
     assistant: Any
 
-    @property
-    def kind(self) -> str:
-        return "assistant model"
+    kind = "assistant model"
 
     @property
     def model(self) -> Any:
@@ -205,9 +162,7 @@ class AssistantMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        return AssistantDrafter(
-            draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept
-        )
+        return AssistantDrafter(draft, room)
 
 
 def check_vocabulary(assistant: Any, target: Any) -> None:

@@ -4,17 +4,19 @@ them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.drafters.level import Vocabulary
+from hf_slospec.drafters.methods import PackedDrafter, Room, with_roots
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
-from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
@@ -22,8 +24,8 @@ MAX_WAITING = 256  # tokens of one request whose features may wait; more are pro
 
 
 @dataclass(eq=False)
-class _Waiting:
-    """Features of one request that wait to be processed."""
+class WaitingFeatures:
+    """Features of one request's committed tokens, in order, from the first that was not processed."""
 
     end: int = 0  # index behind the last token that was added or skipped
     num_tokens: int = 0  # sum over all parts
@@ -31,98 +33,52 @@ class _Waiting:
     has_gap: bool = False  # features of earlier tokens are missing
     last: torch.Tensor | None = None  # [1, num_features], of the last token that was processed
 
-
-class FeatureQueue:
-    """Features of requests' committed tokens, in order, from the first one that was not processed."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Request, _Waiting] = {}
-
     @property
     def num_bytes(self) -> int:
         """Bytes of all features."""
-        waiting = list(self._waiting.values())  # a copy, as other threads read this property
-        return sum(
-            part.nbytes
-            for queue in waiting
-            for part in (*queue.parts, queue.last)
-            if part is not None
-        )
+        return sum(part.nbytes for part in (*self.parts, self.last) if part is not None)
 
-    def begin_at(self, request: Request, index: int) -> None:
-        """Begin a request at the token ``index``; features of earlier ones are not needed."""
-        self._waiting[request] = _Waiting(index)
-
-    def add(self, request: Request, begin: int, features: torch.Tensor) -> None:
+    def add(self, begin: int, features: torch.Tensor) -> None:
         """Append the features [num_tokens, num_features] of the tokens from ``begin`` on.
 
         Features that are known already are ignored. Tokens without features stay without: the
         drafter does not see them.
         """
-        queue = self._waiting.setdefault(request, _Waiting())
-        features = features[max(queue.end - begin, 0) :]
+        features = features[max(self.end - begin, 0) :]
         if not len(features):
             return
-        if begin > queue.end:
-            queue.parts = []
-            queue.num_tokens = 0
-            queue.has_gap = True
+        if begin > self.end:
+            self.parts = []
+            self.num_tokens = 0
+            self.has_gap = True
         if 2 * features.nbytes < features.untyped_storage().nbytes():
             features = features.clone()  # a view would keep the features of a whole step
-        queue.end = max(queue.end, begin) + len(features)
-        queue.parts.append(features)
-        queue.num_tokens += len(features)
+        self.end = max(self.end, begin) + len(features)
+        self.parts.append(features)
+        self.num_tokens += len(features)
 
-    def num_waiting(self, request: Request) -> int:
-        """Return the number of a request's waiting tokens."""
-        return self._waiting[request].num_tokens if request in self._waiting else 0
+    def is_complete(self, num_tokens: int) -> bool:
+        """Return whether the features of all of so many tokens but the root are known."""
+        return self.end == num_tokens - 1 and (bool(self.parts) or self.last is not None)
 
-    def is_complete(self, request: Request) -> bool:
-        """Return whether the features of all tokens but the root are known."""
-        queue = self._waiting.get(request)
-        if queue is None or queue.end != len(request.tokens) - 1:
-            return False
-        return bool(queue.parts) or queue.last is not None
-
-    def has_gap(self, request: Request) -> bool:
-        """Return whether features of earlier tokens are missing."""
-        return request in self._waiting and self._waiting[request].has_gap
-
-    def last(self, request: Request) -> torch.Tensor:
-        """Return the feature of the last known token.  -> [1, num_features]"""
-        queue = self._waiting[request]
-        last = queue.parts[-1][-1:] if queue.parts else queue.last
-        assert last is not None, "a request is drafted for when its features are complete"
-        return last
-
-    def take(self, request: Request) -> tuple[int, torch.Tensor]:
-        """Remove the waiting features; return the index of the first one's token, and the features.
+    def take(self) -> tuple[int, torch.Tensor]:
+        """Remove the features; return the index of the first one's token, and the features.
 
         If none waits, the last token's feature is returned again.
 
         Returns:
             index, and features [num_tokens, num_features].
         """
-        queue = self._waiting[request]
-        last = self.last(request)
+        features = torch.cat(self.parts) if len(self.parts) > 1 else (*self.parts, self.last)[0]
+        assert features is not None, "a request is drafted for when its features are complete"
         # a view would keep the features of a whole step
-        parts = queue.parts or [last]
-        queue.last = last.clone()
-        queue.parts = []
-        queue.num_tokens = 0
-        features = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return queue.end - len(features), features
-
-    def drop(self, request: Request) -> None:
-        """Drop a request, if it is known."""
-        self._waiting.pop(request, None)
-
-    def clear(self) -> None:
-        """Drop all requests."""
-        self._waiting.clear()
+        self.last = features[-1:].clone()
+        self.parts = []
+        self.num_tokens = 0
+        return self.end - len(features), features
 
 
-class FeatureDrafter(Drafter):
+class FeatureDrafter(PackedDrafter):
     """Base of drafters whose network caches K/V of committed tokens, computed from features of the
     target.
 
@@ -131,70 +87,47 @@ class FeatureDrafter(Drafter):
     fewer of its proposals are accepted, and no output changes.
     """
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        max_nodes: int,
-        vocab_size: int,
-        max_slots: int | None = None,
-        max_kept: float | None = None,
-    ):
-        """Make a drafter that has no requests yet.
-
-        Args:
-            packed: the network.
-            max_nodes: maximum number of nodes of one request staged at a time.
-            vocab_size: the target's.
-            max_slots: see :class:`Sequences`, as for ``max_kept``.
-        """
-        self.packed = packed
+    def __init__(self, packed: PackedModel, room: Room):
         self.head: Any = packed.model  # a Head
-        self.vocab_size = vocab_size
-        self.sequences = Sequences(packed, max(max_nodes, self.head.min_nodes), max_slots, max_kept)
-        self.features = FeatureQueue()
+        super().__init__(packed, room, self.head.min_nodes)
+        self.features = defaultdict[Request, WaitingFeatures](WaitingFeatures)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        layers: tuple[int, ...] = self.head.feature_layers
-        return layers
+        return tuple(self.head.feature_layers)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
-        vocabulary = self.head.vocabulary(self.vocab_size)
+        vocabulary: Vocabulary | None = self.head.vocabulary(self.vocab_size)
         if vocabulary is None:
             return logits[..., : self.vocab_size]
-        whole: torch.Tensor = vocabulary.spread(logits)
-        return whole
-
-    @property
-    def num_one_off_forwards(self) -> int:
-        return self.packed.num_one_off_forwards
+        return vocabulary.spread(logits)
 
     @property
     def num_feature_bytes(self) -> int:
-        return self.features.num_bytes
+        waiting = list(self.features.values())  # a copy, as other threads read this property
+        return sum(features.num_bytes for features in waiting)
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
-        self.features.add(request, begin, features)
-        if self.features.has_gap(request):
+        waiting = self.features[request]
+        waiting.add(begin, features)
+        if waiting.has_gap:
             self.sequences.withhold(request)
-        if self.features.num_waiting(request) > MAX_WAITING:
+        if waiting.num_tokens > MAX_WAITING:
             try:
                 with as_memory_error(), evaluating(self.packed.model):
                     self._process([request])
             except MemoryError:  # drop this request's K/V; outputs do not change
                 self.sequences.release(request, may_keep=False)
-                self.features.drop(request)
+                self.features.pop(request, None)
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        ready = [request for request in requests if self.features.is_complete(request)]
+        ready = [r for r in requests if self.features[r].is_complete(len(r.tokens))]
         trees = dict[Request, TokenTree]()
         if ready:
             with as_memory_error(), evaluating(self.packed.model):
                 trees = dict(zip(ready, self._draft(ready, plan), strict=True))
-        return [
-            trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
-        ]
+        return with_roots(requests, trees)
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         """Return the candidate trees of requests whose features are complete."""
@@ -205,24 +138,19 @@ class FeatureDrafter(Drafter):
         raise NotImplementedError
 
     def reuse(self, request: Request) -> int:
-        before = self.sequences.num_cached(request)
-        if (num_reused := self.sequences.reuse(request)) > before:
+        num_cached = self.sequences.num_cached(request)
+        if (num_reused := self.sequences.reuse(request)) > num_cached:
             num_reused -= (
                 1  # the last entry may depend on the token behind it, which may differ here
             )
             self.sequences.of(request).length = num_reused
-            self.features.begin_at(request, num_reused)
+            self.features[request] = WaitingFeatures(num_reused)
         return num_reused
 
     def release(self, request: Request) -> None:
-        self.sequences.release(request)
-        self.features.drop(request)
-
-    def relieve(self) -> bool:
-        had_some = not self.sequences.is_empty
-        self.close()
-        return had_some
+        super().release(request)
+        self.features.pop(request, None)
 
     def close(self) -> None:
         self.features.clear()
-        self.sequences.close()
+        super().close()

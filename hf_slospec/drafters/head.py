@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_slospec.drafters.features import FeatureDrafter
@@ -27,10 +28,12 @@ class Head(PreTrainedModel):
     _supports_attention_backend = True
     kind: ClassVar[str]  # name in errors and descriptions
     drafter_class: ClassVar[type[FeatureDrafter]]
+    min_nodes = 0  # of one request that a forward stages, however small the trees
     # Hidden states of the target, numbered as in its output_hidden_states
     feature_layers: tuple[int, ...]
     target_hidden_size: int  # of one hidden state of the target
     draft_vocab_size: int
+    embed_tokens: nn.Module
     # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
     target_ids: torch.Tensor | None
 
@@ -38,10 +41,12 @@ class Head(PreTrainedModel):
         super().__init__(config)
         self.register_buffer("target_ids", None, persistent=False)
 
-    @property
-    def min_nodes(self) -> int:
-        """Nodes of one request that a forward stages, however small the trees."""
-        return 0
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the target's embeddings, or the head's own."""
+        return self.embed_tokens
+
+    def _own_embeddings(self) -> nn.Module:
+        return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
         """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
@@ -102,6 +107,4 @@ class HeadMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        return self.head.drafter_class(
-            draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept
-        )
+        return self.head.drafter_class(draft, room)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.methods import DraftMethod, Room, with_roots
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import InvalidInputError
@@ -58,14 +58,12 @@ class HybridDrafter(Drafter):
                     proposed[request].append(tree)
             enough = CONFIDENT * plan.depth
             asking = [request for request, tree in drafted if tree.path_probs.sum() - 1.0 < enough]
+        merged = {request: trees[0] for request, trees in proposed.items() if trees}
         several = {request: trees for request, trees in proposed.items() if len(trees) > 1}
         if several:
-            merged = merge_trees(list(several.values()), plan.depth * plan.width)
-            proposed |= {request: [tree] for request, tree in zip(several, merged, strict=True)}
-        return [
-            trees[0] if trees else TokenTree.root_only(request.tokens[-1])
-            for request, trees in proposed.items()
-        ]
+            trees = merge_trees(list(several.values()), plan.depth * plan.width)
+            merged |= zip(several, trees, strict=True)
+        return with_roots(requests, merged)
 
     def reuse(self, request: Request) -> int:
         return self._last.reuse(request)

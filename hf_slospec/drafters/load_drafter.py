@@ -22,8 +22,9 @@ from hf_slospec.drafters.lookup import LookupMethod
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.drafters.past_answers import PastAnswers
 from hf_slospec.drafters.registry import (
-    assistant_kinds,
+    AssistantKind,
     drafter_names,
+    entries,
     head_formats,
     head_of,
     named_drafters,
@@ -81,10 +82,12 @@ def drafting_method(
         return assistant_method(model, target, tokenizer, assistant_tokenizer)
     if drafter is None:
         return LookupMethod()
-    given: Any = drafter
-    if _is_users(given):
-        return UserMethod(given)
-    return load_drafter(given, target, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)
+    source: Any = drafter
+    if _is_users(source):
+        return UserMethod(source)
+    return load_drafter(
+        source, target, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer
+    )
 
 
 def _check_one_way(assistant_model: Any, drafter: Any) -> None:
@@ -98,9 +101,9 @@ def _check_one_way(assistant_model: Any, drafter: Any) -> None:
 def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
     """Check arguments before the target is loaded; raises as :func:`drafting_method`."""
     _check_one_way(assistant_model, drafter)
-    given: Any = drafter
-    if given is not None and not _is_users(given):
-        check_source(given)
+    source: Any = drafter
+    if source is not None and not _is_users(source):
+        check_source(source)
 
 
 def _is_users(drafter: Any) -> bool:
@@ -154,7 +157,14 @@ def load_drafter(
     check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
     parts = parts_of(source)
     _check_order(parts)
-    past = _past_answers(share_texts)
+    if isinstance(share_texts, bool):
+        past = PastAnswers() if share_texts else None
+    elif isinstance(share_texts, PastAnswers):
+        past = share_texts
+    else:
+        raise InvalidTypeError(
+            f"share_texts must be True, False or PastAnswers, got {type(share_texts).__name__}"
+        )
     methods = [
         _method(part, target, tokenizer, assistant_tokenizer, past, allow_missing) for part in parts
     ]
@@ -162,17 +172,6 @@ def load_drafter(
     method.check(target)
     logger.info("drafter: %s", method.kind)
     return method
-
-
-def _past_answers(share_texts: Any) -> PastAnswers | None:
-    """Return the answers to draft from, if any."""
-    if not isinstance(share_texts, (bool, PastAnswers)):
-        raise InvalidTypeError(
-            f"share_texts must be True, False or PastAnswers, got {type(share_texts).__name__}"
-        )
-    if isinstance(share_texts, PastAnswers):
-        return share_texts
-    return PastAnswers() if share_texts else None
 
 
 def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
@@ -261,7 +260,12 @@ def _method(
     checkpoint = _open(source)
     if (head := head_of(checkpoint, target)) is not None:
         return HeadMethod(head)
-    _check_is_causal_lm(checkpoint)
+    names = checkpoint.architectures
+    if names and not any(name.endswith("ForCausalLM") or name in CAUSAL_LMS for name in names):
+        raise UnsupportedModelError(
+            f"{source} is neither a known head nor a causal LM: its class is {', '.join(names)}; these heads can be "
+            f"loaded: {head_formats()}"
+        )
     try:
         model: Any = load_model(
             AutoModelForCausalLM,
@@ -291,18 +295,8 @@ def assistant_method(
 
     The assistant's tokenizer may be the name of a folder or repository, which need not have one.
     """
-    for kind in assistant_kinds():
+    for kind in entries(AssistantKind):
         method = kind.make(model, target, tokenizer, assistant_tokenizer)
         if method is not None:
             return method
     return AssistantMethod(model)
-
-
-def _check_is_causal_lm(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModelError unless the class can be a causal LM."""
-    names = checkpoint.architectures
-    if names and not any(name.endswith("ForCausalLM") or name in CAUSAL_LMS for name in names):
-        raise UnsupportedModelError(
-            f"{checkpoint.source} is neither a known head nor a causal LM: its class is {', '.join(names)}; these "
-            f"heads can be loaded: {head_formats()}"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import exp, inf
@@ -19,39 +19,23 @@ from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import ROOT, TokenTree
 
-
-class ForeseenNoise:
-    """Noise of one request's proposed tokens, if it is known."""
-
-    def __init__(self, request: Request, proposed: Sequence[Collection[int]]):
-        """Read the noise of the tokens ``proposed[depth - 1]`` at every depth, with one copy from
-        the device.
-        """
-        self._is_known = request.noise is not None
-        self._noise = _noise_of(request, proposed)
-
-    def given(self, prob: float, depth: int, token: int) -> float:
-        """Return the probability that the target takes a proposal, given its noise if that is
-        known.
-
-        ``prob`` is the probability without the noise; ``depth`` is at least 1.
-        """
-        if not self._is_known or prob <= 0.0:
-            return prob
-        return exp(-self._noise.get((depth, token), inf) * (1.0 - prob) / prob)
+ProbGivenNoise = Callable[[float, int, int], float]  # of a probability, a depth and a token
 
 
-def _noise_of(
-    request: Request, proposed: Sequence[Collection[int]]
-) -> dict[tuple[int, int], float]:
-    """Return the noise of proposed tokens by depth and token; empty if it is not known."""
+def prob_given_noise(request: Request, proposed: Sequence[Collection[int]]) -> ProbGivenNoise:
+    """Return a function that returns the probability that the target takes a proposed token, given
+    its noise if that is known.
+
+    The function takes the probability without the noise and the depth, at least 1. The noise of the
+    tokens ``proposed[depth - 1]`` at every depth is read with one copy from the device.
+    """
     if request.noise is None or not proposed:
-        return {}
+        return lambda prob, depth, token: prob
     noise = torch.stack(
         [request.noise.after(depth) for depth in range(len(proposed))]
     )  # [depth, vocab]
     size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
-    known = [
+    proposals = [
         (depth, token)
         for depth, tokens in enumerate(proposed)
         for token in sorted(tokens)
@@ -59,14 +43,18 @@ def _noise_of(
     ]
     index = to_device(
         torch.tensor(
-            [depth * size + token for depth, token in known], dtype=torch.int64, device="cpu"
+            [depth * size + token for depth, token in proposals], dtype=torch.int64, device="cpu"
         ),
         noise.device,
     )
-    return {
-        (depth + 1, token): q
-        for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)
-    }
+    by_place = dict(zip(proposals, noise.flatten()[index].tolist(), strict=True))
+
+    def given(prob: float, depth: int, token: int) -> float:
+        if prob <= 0.0:
+            return prob
+        return exp(-by_place.get((depth - 1, token), inf) * (1.0 - prob) / prob)
+
+    return given
 
 
 # Longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
@@ -74,6 +62,7 @@ MAX_NGRAM = 3
 TRUST = 0.7  # conditional probability of a token on which all matches agree
 
 
+@dataclass(eq=False)
 class PromptLookupDrafter(Drafter):
     """Prompt lookup, with several matches as branches of a tree.
 
@@ -83,23 +72,10 @@ class PromptLookupDrafter(Drafter):
     of a sampled request is known, it is the probability given that noise.
     """
 
-    def __init__(
-        self,
-        max_ngram: int = MAX_NGRAM,
-        max_depth: int | None = None,
-        past: PastAnswers | None = None,
-    ):
-        """Make a drafter.
-
-        Args:
-            max_ngram: maximum number of last tokens that are looked up.
-            max_depth: maximum depth of trees; None: only the plan bounds it.
-            past: answers; those to the request's prompt are looked up, too, and the drafter's own
-                are added.
-        """
-        self.max_ngram = max_ngram
-        self.max_depth = max_depth
-        self.past = past
+    max_ngram: int = MAX_NGRAM  # maximum number of last tokens that are looked up
+    max_depth: int | None = None  # maximum depth of trees; None: only the plan bounds it
+    # Those to the request's prompt are looked up, too, and the drafter's own are added
+    past: PastAnswers | None = None
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request, plan) for request in requests]
@@ -117,7 +93,8 @@ class PromptLookupDrafter(Drafter):
         if self.past is not None:
             searched = np.concatenate((self.past.before(request), searched))
         matches = continuations(searched, max_depth, self.max_ngram)
-        noise = ForeseenNoise(request, [set(level) - {None} for level in zip_longest(*matches)])
+        proposed = [set(level) - {None} for level in zip_longest(*matches)]
+        given_noise = prob_given_noise(request, proposed)
         layer = [(ROOT, 1.0, matches)]
         nodes = [tokens[-1]]
         parents = [-1]
@@ -129,7 +106,7 @@ class PromptLookupDrafter(Drafter):
                 going_on = [run for run in runs if len(run) >= depth]
                 for token, count in Counter(run[depth - 1] for run in going_on).items():
                     through = [run for run in going_on if run[depth - 1] == token]
-                    prob = noise.given(TRUST * count / len(runs), depth, token)
+                    prob = given_noise(TRUST * count / len(runs), depth, token)
                     children.append((parent, path_prob * prob, token, through))
             children.sort(
                 key=lambda child: -child[1]
@@ -167,9 +144,7 @@ class LookupMethod(DraftMethod):
     max_depth: int | None = None
     past: PastAnswers | None = None
 
-    @property
-    def kind(self) -> str:
-        return "prompt lookup"
+    kind = "prompt lookup"
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return PromptLookupDrafter(self.max_ngram, self.max_depth, self.past)

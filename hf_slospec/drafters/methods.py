@@ -1,14 +1,18 @@
-"""Base of drafting methods, each of which makes a drafter for every engine; the methods are beside
-their drafters.
+"""Bases of drafting methods, each of which makes a drafter for every engine, and of drafters that run
+a network by packed forwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_slospec.engine.interfaces import Drafter
 from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.sequences import Sequences
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import TokenTree
 
 
 class Room(NamedTuple):
@@ -20,6 +24,39 @@ class Room(NamedTuple):
     max_kept: float | None = None  # tokens of kept prefixes; see :class:`Sequences`
     # Drafting must restore the global generator, as the target samples from it
     keeps_rng: bool = True
+
+
+def with_roots(requests: Sequence[Request], trees: Mapping[Request, TokenTree]) -> list[TokenTree]:
+    """Return each request's tree; only its root where there is none."""
+    return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
+
+
+class PackedDrafter(Drafter):
+    """Drafter whose network caches K/V of requests in packed forwards."""
+
+    def __init__(self, packed: PackedModel, room: Room, min_nodes: int = 0):
+        """Make a drafter that has no requests yet; a forward stages at least ``min_nodes`` nodes."""
+        self.packed = packed
+        self.vocab_size = room.vocab_size
+        self.sequences = Sequences(
+            packed, max(room.max_nodes, min_nodes), room.max_slots, room.max_kept
+        )
+
+    @property
+    def num_one_off_forwards(self) -> int:
+        return self.packed.num_one_off_forwards
+
+    def release(self, request: Request) -> None:
+        self.sequences.release(request)
+
+    def relieve(self) -> bool:
+        """Free the K/V of all requests, which can be computed again; return whether any was freed."""
+        had_some = not self.sequences.is_empty
+        self.close()
+        return had_some
+
+    def close(self) -> None:
+        self.sequences.close()
 
 
 class DraftMethod:

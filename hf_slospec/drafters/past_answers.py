@@ -8,10 +8,10 @@ import json
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -50,23 +50,7 @@ class PastAnswer:
         return AnswerGroup(self.salt, self.prompt), AnswerGroup(self.salt, "")
 
 
-class AnswerIndex(Protocol):
-    """Follows the answers of a :class:`PastAnswers`; called with its lock held."""
-
-    def begin(self, key: int, answer: PastAnswer) -> None:
-        """Add an answer."""
-
-    def append(self, key: int, answer: PastAnswer, tokens: Sequence[int]) -> None:
-        """Add tokens to an answer."""
-
-    def close(self, key: int, answer: PastAnswer) -> None:
-        """End an answer."""
-
-    def drop(self, key: int, answer: PastAnswer) -> None:
-        """Remove an answer."""
-
-
-Index = TypeVar("Index", bound=AnswerIndex)
+Index = TypeVar("Index")
 
 
 @dataclass(eq=False)
@@ -133,7 +117,7 @@ class PastAnswers:
         self._keys_to: defaultdict[AnswerGroup, dict[int, None]] = defaultdict(
             dict
         )  # keys of the answers to a prompt, in order
-        self._indices: dict[type[AnswerIndex], AnswerIndex] = {}
+        self._indices: dict[Any, Any] = {}  # indices by class
         self.running: WeakKeyDictionary[Request, _Running] = WeakKeyDictionary()
         self._keys = itertools.count()
         self.lock = Lock()
@@ -228,14 +212,17 @@ class PastAnswers:
             else:
                 self._drop(running.key)
 
-    def index(self, kind: type[Index]) -> Index:
-        """Return the index of this class, which is made with the answers so far on first use."""
+    def index(self, kind: Callable[[PastAnswers], Index]) -> Index:
+        """Return the index of this class, which is made with the answers so far on first use.
+
+        It follows the answers: its ``begin``, ``append``, ``close`` and ``drop`` are called with the
+        lock held.
+        """
         with self.lock:
-            index = self._indices.get(kind)
-            if index is None:
-                index = self._indices[kind] = kind(self)  # type: ignore[call-arg]
-            made: Index = index  # type: ignore[assignment]
-            return made
+            if kind not in self._indices:
+                self._indices[kind] = kind(self)
+            index: Index = self._indices[kind]
+            return index
 
     def before(self, request: Request) -> IntArray:
         """Return the other answers to a running request's prompt, the oldest first, each with

@@ -6,14 +6,13 @@ or ``hf_slospec.heads``: a module that calls :func:`register` when it is importe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_slospec.assembly import load_plugins
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError
+from hf_slospec.extras import load_entry_points
 
 if TYPE_CHECKING:
     from hf_slospec.drafters.checkpoint import Checkpoint
@@ -56,6 +55,9 @@ class AssistantKind:
 _ENTRIES: dict[tuple[type, str], Any] = {}
 
 
+Entry = TypeVar("Entry", NamedDrafter, HeadFormat, AssistantKind)
+
+
 def register(*entries: NamedDrafter | HeadFormat | AssistantKind) -> None:
     """Add entries to the registry; formats and kinds are tried in the order of registration.
 
@@ -69,22 +71,17 @@ def register(*entries: NamedDrafter | HeadFormat | AssistantKind) -> None:
             )
 
 
-@functools.cache
-def _load_all() -> None:
+def entries(kind: type[Entry]) -> list[Entry]:
+    """Return all entries of a type, those of other distributions included."""
     load_plugins()
     for group in ENTRY_POINTS:
-        for entry in metadata.entry_points(group=group):
-            entry.load()
-
-
-def _entries(kind: type) -> list[Any]:
-    _load_all()
-    return [entry for (own, _), entry in _ENTRIES.items() if own is kind]
+        load_entry_points(group)
+    return [entry for (entry_kind, _), entry in _ENTRIES.items() if entry_kind is kind]
 
 
 def named_drafters() -> dict[str, NamedDrafter]:
     """Return all named drafters by name."""
-    return {drafter.name: drafter for drafter in _entries(NamedDrafter)}
+    return {drafter.name: drafter for drafter in entries(NamedDrafter)}
 
 
 def drafter_names() -> str:
@@ -94,7 +91,7 @@ def drafter_names() -> str:
 
 def head_formats() -> str:
     """Return the names of all formats that can be loaded, for error messages."""
-    return ", ".join(each.name for each in _entries(HeadFormat) if each.load is not None)
+    return ", ".join(each.name for each in entries(HeadFormat) if each.load is not None)
 
 
 def head_of(checkpoint: Checkpoint, target: Any) -> Head | None:
@@ -104,7 +101,7 @@ def head_of(checkpoint: Checkpoint, target: Any) -> Head | None:
         UnsupportedModelError: its format, or a setting of it, is not implemented.
         IncompatibleDraftError: the head was made for another target.
     """
-    for each in _entries(HeadFormat):
+    for each in entries(HeadFormat):
         if each.recognises(checkpoint):
             if each.load is None:
                 name = each.name.format(**checkpoint.config)
@@ -112,14 +109,8 @@ def head_of(checkpoint: Checkpoint, target: Any) -> Head | None:
                     f"{checkpoint.source} is {name}, which cannot be loaded{each.reason}; these "
                     f"heads can: {head_formats()}"
                 )
-            head: Head = each.load(checkpoint, target)
-            return head
+            return each.load(checkpoint, target)
     return None
-
-
-def assistant_kinds() -> list[AssistantKind]:
-    """Return all kinds of assistant models."""
-    return _entries(AssistantKind)
 
 
 def _lookup(target: Any, past: PastAnswers | None) -> DraftMethod:

@@ -50,9 +50,7 @@ class UserMethod(DraftMethod):
 
     drafter: Drafter
 
-    @property
-    def kind(self) -> str:
-        return "drafter of your own"
+    kind = "drafter of your own"
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

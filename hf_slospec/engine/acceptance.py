@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -100,16 +99,14 @@ class Acceptance:
 
     There is one calibration per way of drawing. Log-odds are then shifted by a common amount, which
     follows the prediction errors of all requests, and by one per request, since texts differ in how
-    predictable they are. Predictions and outcomes are recorded: reliability before and after
-    calibration, sums by depth and by child rank."""
+    predictable they are."""
 
-    def __init__(self, max_depth: int = 32, max_rank: int = 8) -> None:
+    def __init__(self) -> None:
         self.calibrations = {
             drawing: Calibration(FAVOURITE_EXPONENTS[drawing]) for drawing in Drawing
         }
         self.overall = 0.0  # log-odds shift of all requests
         self.request_shifts = RequestShifts()
-        self.record = AcceptanceRecord(max_depth, max_rank)
 
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""
@@ -165,79 +162,6 @@ class Acceptance:
             self.calibrations[drawing].observe(
                 prediction.conditionals, was_tried & is_drawn_so, was_hit
             )
-        self.record.add(prediction, was_tried, was_hit)
-
-
-class AcceptanceRecord:
-    """Predicted and actual acceptance of tried children, for reports; no decision depends on it.
-
-    Steps are summed in groups, since numpy takes about as long for a small step as for a large one.
-    """
-
-    STEPS = 64  # steps per group
-
-    def __init__(self, max_depth: int, max_rank: int) -> None:
-        self._before = Reliability()
-        self._after = Reliability()
-        self._by_depth = np.zeros((3, max_depth + 1))
-        self._by_rank = np.zeros((3, max_rank))
-        self._steps = list[tuple[FloatArray | IntArray | BoolArray, ...]]()
-
-    def add(self, prediction: Prediction, was_tried: BoolArray, was_hit: BoolArray) -> None:
-        """Record one step; both arrays are [num_nodes]."""
-        conditionals = prediction.conditionals
-        columns = (
-            conditionals.probs,
-            prediction.calibrated,
-            was_hit,
-            prediction.forest.depths,
-            conditionals.ranks,
-        )
-        self._steps.append(tuple(column[was_tried] for column in columns))
-        if len(self._steps) >= self.STEPS:
-            self._sum_up()
-
-    @property
-    def before(self) -> Reliability:
-        """Reliability of the draft's conditionals."""
-        self._sum_up()
-        return self._before
-
-    @property
-    def after(self) -> Reliability:
-        """Reliability of the calibrated conditionals."""
-        self._sum_up()
-        return self._after
-
-    @property
-    def by_depth(self) -> FloatArray:
-        """Sums by depth.  -> [3, max_depth + 1] f64: predicted acceptances, actual acceptances,
-        tried children
-        """
-        self._sum_up()
-        return self._by_depth
-
-    @property
-    def by_rank(self) -> FloatArray:
-        """Sums by child rank.  -> [3, max_rank] f64: predicted acceptances, actual acceptances,
-        tried children
-        """
-        self._sum_up()
-        return self._by_rank
-
-    def _sum_up(self) -> None:
-        if not self._steps:
-            return
-        probs, tried, hits, depths, ranks = (
-            np.concatenate(parts) for parts in zip(*self._steps, strict=True)
-        )
-        self._steps.clear()
-        self._before.observe(probs, hits)
-        self._after.observe(tried, hits)
-        for sums, indices in ((self._by_depth, depths), (self._by_rank, ranks)):
-            columns = np.minimum(indices, sums.shape[1] - 1)
-            for row, values in zip(sums, (tried, hits, None), strict=True):
-                row += np.bincount(columns, values, minlength=len(row))
 
 
 def _bounded(shift: float) -> float:
@@ -259,9 +183,8 @@ class Conditionals:
         above = forest.path_probs[forest.parents]
         probs = np.divide(forest.path_probs, above, out=np.zeros(len(above)), where=above > 0.0)
         # Nodes of a tree ascend, so a stable sort by parent keeps siblings in order.
-        order = np.argsort(
-            forest.parents + (forest.depths > 0) * 0.5, kind="stable"
-        )  # roots before their children
+        # Roots before their children.
+        order = np.argsort(forest.parents + (forest.depths > 0) * 0.5, kind="stable")
         parents = forest.parents[order]
         is_first = np.ones(len(order), dtype=np.bool_)
         is_first[1:] = (parents[1:] != parents[:-1]) | (forest.depths[order[:-1]] == 0)
@@ -342,46 +265,6 @@ def shifted(conditionals: FloatArray, log_odds: FloatArray) -> FloatArray:
     odds = np.exp(log_odds)
     moved: FloatArray = conditionals * odds / (1.0 - conditionals + conditionals * odds)
     return moved
-
-
-class Reliability:
-    """Predicted against actual acceptance by bin, as in a reliability diagram, with Brier score and
-    ECE.
-    """
-
-    BINS = 10
-
-    def __init__(self) -> None:
-        self.predicted, self.accepted, self.count = np.zeros((3, self.BINS))  # [bin] sums
-        self._squares = 0.0
-
-    def observe(self, predicted: FloatArray, was_hit: FloatArray) -> None:
-        """Record predictions in [0, 1] and their outcomes, 1.0 or 0.0; [n] both."""
-        bins = np.minimum((predicted * self.BINS).astype(np.int64), self.BINS - 1)
-        for sums, values in (
-            (self.predicted, predicted),
-            (self.accepted, was_hit),
-            (self.count, None),
-        ):
-            sums += np.bincount(bins, values, minlength=self.BINS)
-        self._squares += float(((predicted - was_hit) ** 2).sum())
-
-    @property
-    def brier(self) -> float:
-        """Return the Brier score, the mean squared error of the predictions; nan without
-        observations.
-        """
-        return self._squares / self.count.sum() if self.count.any() else math.nan
-
-    @property
-    def ece(self) -> float:
-        """Return the expected calibration error; nan without observations.
-
-        It is the mean of ``|predicted - actual|`` over bins, weighted by their counts.
-        """
-        if not self.count.any():
-            return math.nan
-        return float(np.abs(self.predicted - self.accepted).sum() / self.count.sum())
 
 
 def tried_and_hit(forest: Forest, accepted: IntArray) -> tuple[BoolArray, BoolArray]:

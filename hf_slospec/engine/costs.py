@@ -53,9 +53,8 @@ class RecentSteps:
         self.step_variance = (
             0.25  # variance of a step's seconds over their mean; at first, that of unknown steps
         )
-        self.committed = np.eye(1, 2, 1)[
-            0
-        ]  # probabilities of the tokens that a request commits in a step
+        # Probabilities of the tokens that a request commits in a step.
+        self.committed = np.eye(1, 2, 1)[0]
         self.num_steps = 1  # that decoded, and one for what is assumed at first
         self._prefilled = self._elapsed_s = 0.0  # tokens and seconds of recent steps
 
@@ -136,10 +135,8 @@ class StepCosts:
         self._verify_correction = SizeCorrection()
         self._draft_correction = DraftCorrection()
         self._step_curves = dict[int, LatencyCurve]()  # by max_tokens, until the next step
-        self._num_far = {
-            "verify": 0,
-            "draft": 0,
-        }  # observations in a row with a correction far from 1
+        # Observations in a row with a correction far from 1.
+        self._num_far = {"verify": 0, "draft": 0}
 
     def for_own_engine(self) -> StepCosts:
         """Return a copy with separate averages over recent steps, for one of several engines on the
@@ -244,9 +241,7 @@ class StepCosts:
         return self._draft_correction.factor * level_s
 
     def level_parts_s(self, num_requests: int, width: int, num_keys: int) -> tuple[float, float]:
-        """Return the seconds of one more draft level in two parts: for up to so many requests, and
-        for each of them.
-        """
+        """Return the seconds of one more draft level in two parts: fixed, and per request."""
         whole_s, half_s = (
             self.level_s(share * num_requests, width, share * num_keys) for share in (1.0, 0.5)
         )
@@ -326,9 +321,8 @@ class StepCosts:
                 math.log(max(factor, MIN_FACTOR))
                 for factor in (self._draft_correction.factor, ratio)
             )
-            self._replace_wrong(
-                "draft", min(logs, key=abs)
-            )  # the profile does not contain constant costs of drafting
+            # The profile does not contain constant costs of drafting.
+            self._replace_wrong("draft", min(logs, key=abs))
 
     def _replace_wrong(self, which: Literal["verify", "draft"], log_factor: float) -> None:
         """Replace a profiled cost by the measured one if its correction has stayed far from 1."""

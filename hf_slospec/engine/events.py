@@ -66,9 +66,8 @@ class StepEvent:
     width: int  # planned beam width per request
     phases: PhaseTimes
     predicted_s: float  # seconds that the policy expected; 0: it made no prediction
-    requests: tuple[
-        RequestStep, ...
-    ]  # requests that chose tokens: decoding ones, then those that finished prefill
+    # Requests that chose tokens: decoding ones, then those that finished prefill.
+    requests: tuple[RequestStep, ...]
     prefill_tokens: int = 0  # in the same forward
     num_keys: int = 0  # cached tokens of the decoding requests
     num_drafted_for: int = 0  # requests passed to the drafter

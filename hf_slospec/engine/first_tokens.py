@@ -68,9 +68,8 @@ class FirstTokens:
         if own_s is not None and self.is_expected:
             recent = np.array([each for each in self._recent if each[0] < math.inf])
             slacks_s = np.sort(IN_TIME * recent[:, 0] - own_s(recent[:, 1]))
-            slacks_s = slacks_s[
-                slacks_s > 0.0
-            ]  # what is missed whatever the step does has no price
+            # What is missed whatever the step does has no price.
+            slacks_s = slacks_s[slacks_s > 0.0]
         self._knots = np.concatenate(([0.0], slacks_s, [FAR_S]))
         slopes = PRICE / max(len(self._recent), 1) * np.arange(len(slacks_s) + 1)
         self._prices = np.concatenate(([0.0], np.cumsum(slopes * np.diff(self._knots))))

@@ -58,9 +58,8 @@ def _grown(tree: TokenTree, output: Sequence[int], grammar: Grammar, max_depth: 
     grown = list[
         tuple[int, int, int, float]
     ]()  # token, parent, depth and path probability of each node
-    visits = [
-        (ROOT, -1, 0, list(output))
-    ]  # nodes depth first, with their parent in ``grown``, depth and output
+    # Nodes depth first, with their parent in ``grown``, depth and output.
+    visits = [(ROOT, -1, 0, list(output))]
     while visits:
         node, parent, depth, path = visits.pop()
         index = len(grown)

@@ -11,9 +11,8 @@ from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import BoolArray, FloatArray, IntArray, TokenTree
 
-Chooser = Callable[
-    [int], int
-]  # node of the verified tree -> the token that plain decoding would choose after it
+# Node of the verified tree -> the token that plain decoding would choose after it.
+Chooser = Callable[[int], int]
 Clock = Callable[[], float]  # monotonic seconds
 
 

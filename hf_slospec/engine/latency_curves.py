@@ -109,9 +109,8 @@ class SizeCorrection:
 
     MEMORY = 40.0  # observations
     TRUST = 4.0  # observations of one size that weigh as much as the average over all sizes
-    LIMIT = math.log(
-        4.0
-    )  # largest step of one observation, in log ratio: it may contain a pause of the machine
+    # Largest step of one observation, in log ratio: it may contain a pause of the machine.
+    LIMIT = math.log(4.0)
 
     def __init__(self) -> None:
         self.path = ""  # on which the forwards were measured

@@ -77,10 +77,12 @@ class Engine(Generic[S]):
         planned = self._plan(schedule, watch.begun_s)
         schedule = _taking_part(schedule, planned)
         plan = self._in_force(planned, schedule, watch)
-        candidates, num_catch_up = self._draft(schedule, plan, watch)
+        drafting = _drafting(schedule, plan)
+        candidates, num_catch_up = self._draft(schedule, drafting, plan, watch)
         selection = self._select(schedule, candidates, plan, watch)
         self._check((*candidates, *selection.trees))
-        choosers = self._verify(schedule, selection, watch)
+        choosers = self.target.verify(schedule.choosing, selection.trees, schedule.partial_chunks)
+        watch.lap("verify_s")
         num_emitted = [request.num_emitted for request in schedule.choosing]
         num_keys = schedule.num_keys
         accepted = self._accept(schedule, selection, choosers)
@@ -96,10 +98,10 @@ class Engine(Generic[S]):
             requests=requests,
             prefill_tokens=schedule.num_prefill_tokens,
             num_keys=num_keys,
-            num_drafted_for=len(_drafting(schedule, plan)),
+            num_drafted_for=len(drafting),
             num_catch_up=num_catch_up,
             draft_levels=max((tree.max_depth for tree in candidates), default=0),
-            level_share=level_share(candidates, len(_drafting(schedule, plan))),
+            level_share=level_share(candidates, len(drafting)),
         )
         # The time of a step with one-off costs, such as graph captures, says nothing about later
         # steps.
@@ -149,21 +151,19 @@ class Engine(Generic[S]):
         return plan
 
     def _draft(
-        self, schedule: Schedule, plan: Plan, watch: _Stopwatch
+        self, schedule: Schedule, drafting: Sequence[Request], plan: Plan, watch: _Stopwatch
     ) -> tuple[Sequence[TokenTree], int]:
         """Return a candidate tree per decoding request, and how many committed tokens were new to
         the drafter.
         """
-        drafting = _drafting(schedule, plan)
         found = self.drafter.draft(drafting, plan) if drafting else []
         if self.checks.has_user_drafter:
             found = check_drafts(found, drafting, plan, self.checks.vocab_size)
         drafted = dict(zip(drafting, found, strict=True))
         num_catch_up = sum(request.num_draft_behind for request in drafting)
         for request, tree in drafted.items():
-            if (
-                tree.max_depth
-            ):  # a lone root may mean that the drafter has not processed the whole prompt yet
+            # A lone root may mean that the drafter has not processed the whole prompt yet.
+            if tree.max_depth:
                 request.kv.num_draft_seen = len(request.tokens)
         drafted = followed(drafted, plan)
         watch.lap("draft_s")
@@ -190,13 +190,6 @@ class Engine(Generic[S]):
         watch.lap("select_s")
         return selection
 
-    def _verify(
-        self, schedule: Schedule, selection: Selection, watch: _Stopwatch
-    ) -> Sequence[Chooser]:
-        choosers = self.target.verify(schedule.choosing, selection.trees, schedule.partial_chunks)
-        watch.lap("verify_s")
-        return choosers
-
     def _accept(
         self, schedule: Schedule, selection: Selection, choosers: Sequence[Chooser]
     ) -> list[Sequence[int]]:
@@ -212,9 +205,8 @@ class Engine(Generic[S]):
         committed = {request: nodes for request, nodes in pairs if request.error is None}
         try:
             self.target.commit(list(committed), list(committed.values()), schedule.partial_chunks)
-        except (
-            MemoryError
-        ):  # these requests are in prefill again, and keep the K/V from before the step
+        except MemoryError:
+            # These requests are in prefill again, and keep the K/V from before the step.
             self.relieve()
         else:
             for request in committed:

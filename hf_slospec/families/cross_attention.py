@@ -63,16 +63,16 @@ class _TwoCaches(AttentionHook, EncoderDecoderCache):  # type: ignore[misc]  # l
 class DecoderForward(_TwoCaches):
     """Hook of a decoder with cross-attention, around that of its own tokens."""
 
-    def __init__(self, own: AttentionHook, spans: Sequence[Span] = ()):
+    def __init__(self, inner: AttentionHook, spans: Sequence[Span] = ()):
         """Begin a forward.
 
         Args:
-            own: hook of the decoder's own tokens.
+            inner: hook of the decoder's own tokens.
             spans: the sequences of the packed batch, with what they attend to; none:
                 cross-attention is zero.
         """
-        self.self_attention_cache: Any = own
-        self.positions = own.positions
+        self.self_attention_cache: Any = inner
+        self.positions = inner.positions
         self._spans = spans
         self._placeholders = _Placeholders()
         self.cross_attention_cache: Any = SimpleNamespace(layers=self._placeholders)
@@ -112,8 +112,8 @@ class DecoderForward(_TwoCaches):
         """Return attention to the tokens of the batch, or to the encoder's outputs."""
         layer_idx = self._placeholders.layer_of(key)
         if layer_idx is None:
-            own: AttentionHook = self.self_attention_cache
-            return own.attend(query, key, value, rules, mask, plain)
+            inner: AttentionHook = self.self_attention_cache
+            return inner.attend(query, key, value, rules, mask, plain)
         out = torch.zeros_like(query.transpose(1, 2))
         for span in self._spans:
             assert span.sequence.encoded is not None, (
@@ -143,9 +143,7 @@ class EncodedCache(_TwoCaches):
     """
 
     def __init__(self) -> None:
-        self.encoded: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # K and V, [batch, num_heads, length, dim]
+        self.encoded: Encoded = {}  # K and V by layer, [batch, num_heads, length, dim]
         self.allowed: torch.Tensor | None = None  # [batch, length] bool; None: all
         self.self_attention_cache: Any = SimpleNamespace(
             update=lambda key, value, *_, **__: (key, value),
@@ -173,7 +171,7 @@ class EncodedCache(_TwoCaches):
         """Keep the mask of a layer's cross-attention; return zeros, [batch, 1, num_heads,
         head_dim].
         """
-        if mask is not None and any(kept is key for kept, _ in self.encoded.values()):
+        if mask is not None and any(cached is key for cached, _ in self.encoded.values()):
             by_row = (
                 mask.flatten(1, -2)[:, 0] if mask.ndim > 2 else mask
             )  # the same for all heads and queries
@@ -196,8 +194,10 @@ def decoder_arguments(
     options = options | {"encoder_outputs": BaseModelOutput(last_hidden_state=outputs)}
     if not model.config.is_encoder_decoder:
         return options
-    own = {name: f"decoder_{name}" for name in ("input_ids", "inputs_embeds", "attention_mask")}
-    return {own.get(name, name): value for name, value in options.items()} | {
+    decoder_names = {
+        name: f"decoder_{name}" for name in ("input_ids", "inputs_embeds", "attention_mask")
+    }
+    return {decoder_names.get(name, name): value for name, value in options.items()} | {
         "attention_mask": mask
     }
 
@@ -205,7 +205,7 @@ def decoder_arguments(
 @torch.no_grad()
 def encode(
     model: Any, outputs: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[list[Encoded], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[list[Encoded], Encoded]:
     """Return K and V of an encoder's outputs, as the model's own layers compute them in a forward
     of one token.
 
@@ -226,11 +226,11 @@ def encode(
     rows: list[Encoded] = []
     for row in range(len(outputs)):
         allowed = None if cache.allowed is None else cache.allowed[min(row, len(cache.allowed) - 1)]
-        seen = slice(None) if allowed is None or bool(allowed.all()) else allowed
+        visible = slice(None) if allowed is None or bool(allowed.all()) else allowed
         by_layer = cache.encoded.items()
         rows.append(
             {
-                i: (k[row][:, seen].contiguous(), v[row][:, seen].contiguous())
+                i: (k[row][:, visible].contiguous(), v[row][:, visible].contiguous())
                 for i, (k, v) in by_layer
             }
         )

@@ -39,11 +39,11 @@ def decoder_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedOptionError(
             "decoder_inputs_embeds cannot be combined with slo_tpot; pass the text so far as decoder_input_ids"
         )
-    own = {name: value for name, value in model_kwargs.items() if name not in ENCODER_INPUTS}
-    name, cache = given_cache(own)
+    inputs = {name: value for name, value in model_kwargs.items() if name not in ENCODER_INPUTS}
+    name, cache = given_cache(inputs)
     if cache is not None:
-        own[name] = cache.self_attention_cache
-    return {name.removeprefix("decoder_"): value for name, value in own.items()}
+        inputs[name] = cache.self_attention_cache
+    return {name.removeprefix("decoder_"): value for name, value in inputs.items()}
 
 
 class EncoderInputs:
@@ -74,7 +74,7 @@ class EncoderInputs:
                 "attention_mask leaves out all of a row; give its encoder at least one input"
             )
         self._rows: dict[int, list[Encoded]] = {}  # by id of a model, which the call refers to
-        self._of_target: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of all rows
+        self._of_target: Encoded = {}  # of all rows
 
     def of_row(self, row: int) -> Callable[[Any], Encoded | None]:
         """Return the function that returns what a model's decoder attends to for one row."""
@@ -120,14 +120,14 @@ class EncoderInputs:
 
 def _has_encoder_of(draft: Any, target: Any) -> bool:
     """Return whether two encoder-decoders have the same encoder, as distilled ones do."""
-    known = _same_encoder.setdefault(draft, WeakSet())
-    if target not in known:
-        own, other = (model.get_encoder().state_dict() for model in (draft, target))
-        if own.keys() != other.keys() or not all(
-            torch.equal(own[name], other[name]) for name in own
+    targets = _same_encoder.setdefault(draft, WeakSet())
+    if target not in targets:
+        weights, target_weights = (model.get_encoder().state_dict() for model in (draft, target))
+        if weights.keys() != target_weights.keys() or not all(
+            torch.equal(weights[name], target_weights[name]) for name in weights
         ):
             return False
-        known.add(target)
+        targets.add(target)
     return True
 
 
@@ -143,15 +143,12 @@ class EncoderDecoders(ModelFamily):
         return self, probed(model, ids, InterfaceProbe, DecoderForward)[0]
 
     def new_hook(self, *arguments: Any) -> AttentionHook:
-        own = super().new_hook(*arguments)
+        hook = super().new_hook(*arguments)
         spans = arguments[-1]
-        return own if spans[0].sequence.encoded is None else DecoderForward(own, spans)
+        return hook if spans[0].sequence.encoded is None else DecoderForward(hook, spans)
 
-    def encode(self, *arguments: Any) -> tuple[list[Encoded], Encoded]:
-        return encode(*arguments)
-
-    def decoder_arguments(self, *arguments: Any) -> dict[str, Any]:
-        return decoder_arguments(*arguments)
+    encode = staticmethod(encode)
+    decoder_arguments = staticmethod(decoder_arguments)
 
     def prepared(
         self, model: Any, inputs: Any, model_kwargs: dict[str, Any]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.families.recurrent import STATE_KINDS
-from hf_slospec.model.attention.hook import AttentionHook, Positions
+from hf_slospec.model.attention.hook import AttentionHook, Positions, run_model
 from hf_slospec.model.batch import (
     AttentionLayer,
     LayerShape,
@@ -35,7 +35,6 @@ from hf_slospec.model.properties import (
     layer_types,
     refused_if_it_fails,
 )
-from hf_slospec.model.run import run_model
 
 MaskFunction = Callable[
     ..., torch.Tensor
@@ -113,13 +112,15 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
         batch.spans[-1].end,
         sum(span.num_visible - span.num_tokens for span in batch.spans),
     )
-    seen = torch.zeros(num_tokens, num_earlier + num_tokens, dtype=torch.bool, device=device)
+    visible_keys = torch.zeros(
+        num_tokens, num_earlier + num_tokens, dtype=torch.bool, device=device
+    )
     begin = 0  # first column with earlier keys of the sequence
     for span, visible in zip(batch.spans, batch.visible, strict=True):
         num_staged = span.num_staged - span.num_tokens  # by earlier forwards
         committed_end = begin + span.sequence.length
         end = committed_end + num_staged
-        rows = seen[span.begin : span.end]
+        rows = visible_keys[span.begin : span.end]
         rows[:, begin:committed_end] = True
         rows[:, committed_end:end] = span.staged_mask[:, :num_staged]
         rows[:, num_earlier + span.begin : num_earlier + span.end] = span.staged_mask[
@@ -131,10 +132,14 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
             span.staged_positions[:num_staged],
         )
         begin = end
-    is_seen = seen[:, :num_earlier].any(0)  # NaN in other slots would not be kept out by the mask
-    kept = F.pad(is_seen, (0, num_tokens), value=True)
+    is_seen = visible_keys[:, :num_earlier].any(0)  # a mask would not keep out NaN in other slots
+    is_gathered = F.pad(is_seen, (0, num_tokens), value=True)
     slots.append(plan_own(batch).slots)
-    return GatheredPlan(torch.cat(slots)[kept.cpu()], torch.cat(positions)[is_seen], seen[:, kept])
+    return GatheredPlan(
+        torch.cat(slots)[is_gathered.cpu()],
+        torch.cat(positions)[is_seen],
+        visible_keys[:, is_gathered],
+    )
 
 
 class GatheredForward(GatheredHook):

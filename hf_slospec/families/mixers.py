@@ -135,8 +135,8 @@ class RecurrentForward(StateHook, PackedForward):
         """Take the arguments of :meth:`ModelFamily.new_hook`, and advance the sequences' states
         over committed tokens.
         """
-        *others, spans = arguments
-        super().__init__(*others)
+        *hook_arguments, spans = arguments
+        super().__init__(*hook_arguments)
         self._spans: Sequence[Span] = spans
         self._groups: dict[torch.device, list[Group]] = {}
         for span in self._spans:
@@ -184,19 +184,19 @@ class RecurrentForward(StateHook, PackedForward):
         """
         inputs = hidden_states.transpose(1, 2)
         out = torch.empty_like(inputs)
-        before = weight.shape[-1] - 1
+        num_earlier = weight.shape[-1] - 1
         for group in self._groups_on(hidden_states.device):
             new = group.select(inputs)
             earlier = group.earlier(key)
-            state = group.state(key, lambda: new.new_zeros(before, new.shape[-1]))  # noqa: B023 - called at once
+            state = group.state(key, lambda: new.new_zeros(num_earlier, new.shape[-1]))  # noqa: B023 - called at once
             staged = new if earlier is None else torch.cat((*earlier, new), 1)
             rows = torch.cat((state, staged), 1)
             if group.is_long_chain:
                 mixed = plain(rows.transpose(1, 2), weight, bias, activation=activation)[
-                    ..., before:
+                    ..., num_earlier:
                 ].transpose(1, 2)
             else:
-                mixed = convolution(rows, group.windows(before + 1), weight, bias)
+                mixed = convolution(rows, group.windows(num_earlier + 1), weight, bias)
                 mixed = mixed if activation is None else ACT2FN[activation](mixed)
             group.stage(key, Inputs(staged))
             group.write(out, mixed)
@@ -338,9 +338,9 @@ class RecurrentForward(StateHook, PackedForward):
                 ``beta`` and ``state``.
         """
         earlier = group.earlier(key)
-        known = None if earlier is None else Updates(*earlier)
+        earlier_updates = None if earlier is None else Updates(*earlier)
         q, k, v, decay = inputs
-        mixed, updates = linear_recurrence(q, k, v, decay, beta, state, group.mask, known)
+        mixed, updates = linear_recurrence(q, k, v, decay, beta, state, group.mask, earlier_updates)
         group.stage(key, updates)
         mixed = mixed.movedim(1, 2)
         group.write(out, mixed if skipped is None else mixed + skipped)
@@ -383,8 +383,10 @@ class RecurrentForward(StateHook, PackedForward):
                 group.write(out, mixed[None])
                 continue
             earlier = group.earlier(key)
-            known = state.new_empty(len(state), 0, *A.shape) if earlier is None else earlier[0]
-            parts = zip(state, known, decays, added, read, group.parents, strict=True)
+            earlier_states = (
+                state.new_empty(len(state), 0, *A.shape) if earlier is None else earlier[0]
+            )
+            parts = zip(state, earlier_states, decays, added, read, group.parents, strict=True)
             mixed, after = map(
                 torch.stack, zip(*(selective_tree(*part) for part in parts), strict=True)
             )

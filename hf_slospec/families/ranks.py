@@ -117,10 +117,9 @@ class SplitRanks(Ranks):
     def first(self, value: T) -> T:
         if self.is_led:
             return value
-        values: list[Any] = [value]
+        values = [value]
         dist.broadcast_object_list(values, self._global[0], group=self._group, device=self._device)
-        first: T = values[0]
-        return first
+        return values[0]
 
     def least(self, value: int) -> int:
         least = torch.tensor(value, device=self._device)

@@ -41,8 +41,8 @@ class Updates(NamedTuple):
         """
         keys, values, _, totals = (tensor.index_select(-2, path) for tensor in self)
         total = totals[..., -1:, :]
-        kept = state * total.transpose(-1, -2).exp()
-        return torch.baddbmm(kept, (keys * (total - totals).exp()).transpose(-1, -2), values)
+        decayed = state * total.transpose(-1, -2).exp()
+        return torch.baddbmm(decayed, (keys * (total - totals).exp()).transpose(-1, -2), values)
 
 
 def linear_recurrence(
@@ -198,13 +198,12 @@ def parents(mask: torch.Tensor) -> list[int]:
     num_nodes, num_staged = mask.shape
     indices = torch.arange(num_staged, device=mask.device)
     nodes = indices[num_staged - num_nodes :, None]
-    nearest: list[int] = torch.where(mask & (indices < nodes), indices, -1).amax(-1).tolist()
-    return nearest
+    return torch.where(mask & (indices < nodes), indices, -1).amax(-1).tolist()
 
 
 def selective_tree(
     state: torch.Tensor,
-    known: torch.Tensor,
+    earlier: torch.Tensor,
     decays: torch.Tensor,
     added: torch.Tensor,
     read: torch.Tensor,
@@ -218,7 +217,7 @@ def selective_tree(
 
     Args:
         state: [channels, state_size] f32, before the first staged node.
-        known: [S - N, channels, state_size], states after the nodes that earlier forwards staged.
+        earlier: [S - N, channels, state_size], states after the nodes that earlier forwards staged.
         decays, added: [N, channels, state_size] f32, factors and terms of each node.
         read: [N, state_size], by which a node's output reads its state.
         parents_: [N] parent of each node, as :func:`parents` returns them.
@@ -226,11 +225,11 @@ def selective_tree(
     Returns:
         [N, channels] and [S, channels, state_size].
     """
-    after = list(known)
+    after = list(earlier)
     for parent, decay, more in zip(parents_, decays, added, strict=True):
         after.append(decay * (state if parent < 0 else after[parent]) + more)
     states = torch.stack(after)
-    return torch.einsum("ncs,ns->nc", states[len(known) :], read.to(states)), states
+    return torch.einsum("ncs,ns->nc", states[len(earlier) :], read.to(states)), states
 
 
 def selective_chain(

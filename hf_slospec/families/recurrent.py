@@ -86,12 +86,12 @@ class StateProbe(StateHook, InterfaceProbe):
 
     def state_layers(self) -> tuple[StateLayer, ...]:
         """Return the layers that keep a state, by index."""
-        return tuple(map(self._state_layer, sorted(self.stateful)))
-
-    def _state_layer(self, layer: int) -> StateLayer:
-        keys = tuple(sorted(key for key in self._state_bytes if key[0] == layer))
-        num_bytes = sum(self._state_bytes[key] for key in keys)
-        return StateLayer(layer, keys, self._state_shapes.get(layer, ()), num_bytes)
+        layers = []
+        for layer in sorted(self.stateful):
+            keys = tuple(sorted(key for key in self._state_bytes if key[0] == layer))
+            num_bytes = sum(self._state_bytes[key] for key in keys)
+            layers.append(StateLayer(layer, keys, self._state_shapes.get(layer, ()), num_bytes))
+        return tuple(layers)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from hf_slospec.errors import InvalidInputError, NotRunningError
 from hf_slospec.families.ranks import SplitRanks
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.model.target import PackedTarget
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.tree.tree import TokenTree
 
@@ -282,10 +283,10 @@ class RepeatingProcess:
         engine.target.commit(self._of(requests), accepted, self._chunks(chunks))
 
     def _reuse(self, engine: Engine[Any], index: int, num_cached: int) -> None:
-        if (found := engine.target.reuse(self._requests[index])) != num_cached:
+        if (num_here := engine.target.reuse(self._requests[index])) != num_cached:
             raise InvalidInputError(
                 f"the first process of a tensor-parallel model has K/V of {num_cached} tokens of a request, and this "
-                f"one of {found}; change weights in all processes while no request runs, and call weights_changed()"
+                f"one of {num_here}; change weights in all processes while no request runs, and call weights_changed()"
             )
 
     def _release(self, engine: Engine[Any], index: int, has_succeeded: bool) -> None:

@@ -159,10 +159,12 @@ def _check_evaluating(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is in training mode with gradient checkpointing, which drops K and V; turn "
             "it off or call model.eval() first, as TRL does for its rollouts"
         )
+    rates = ("p", "dropout", "attention_dropout", "attn_dropout")
     dropping = [
         name or "model"
         for name, module in model.named_modules()
-        if module.training and _drops(module)
+        if module.training
+        and any(isinstance(p := getattr(module, rate, 0), float) and p > 0 for rate in rates)
     ]
     if dropping:
         raise UnsupportedModelError(
@@ -170,12 +172,6 @@ def _check_evaluating(model: PreTrainedModel) -> None:
             "every forward random; load it without (LoraConfig(lora_dropout=0.0), attention_dropout=0.0 in the model's "
             "config), call model.eval() first, or pass fallback=True for stock generate"
         )
-
-
-def _drops(module: torch.nn.Module) -> bool:
-    names = ("p", "dropout", "attention_dropout", "attn_dropout")
-    rates = [getattr(module, name, 0) for name in names]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def check_cache(name: str, cache: Any, is_prepared: bool = False) -> None:

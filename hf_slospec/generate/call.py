@@ -97,7 +97,7 @@ class Decoder:
         )
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
-        # Of the last call with an assistant model of its own, and with lookup of its own lengths.
+        # The last speculators for an assistant model, and for lookup lengths, of a call.
         self._speculators = dict[str, tuple[tuple[Any, ...], Speculator]]()
         self._refusal = ""
         self.replaced: tuple[Any] | None = None  # of enable: the instance's former generate
@@ -145,9 +145,7 @@ class Decoder:
 
     @property
     def _skipped(self) -> Any:
-        """The ``generate`` of someone else on the model instance, which calls would skip; None if
-        there is none.
-        """
+        """The ``generate`` that other code set on the model instance, which ours would bypass."""
         return foreign_generate(
             self.replaced[0] if self.replaced else vars(self.model).get("generate")
         )
@@ -179,10 +177,9 @@ class Decoder:
     def speculator_for(
         self, assistant_model: Any, tokenizer: Any = None, assistant_tokenizer: Any = None
     ) -> Speculator:
-        """Return the speculator of a call; one with another assistant model is kept until the next
-        of these.
+        """Return the speculator for an assistant model; the last one of a call is cached.
 
-        The tokenizers are the call's. As in stock, they say nothing without an assistant model.
+        The tokenizers are the call's. As in stock, they are not read without an assistant model.
 
         Raises:
             InvalidTypeError: an argument is no loaded model or tokenizer.
@@ -214,28 +211,24 @@ class Decoder:
             and (draft is not self._method.model or tokenizers)
         ):
             new_method = partial(assistant_method, draft, self.model, *tokenizers)
-            return self._kept("assistant", (draft, *tokenizers), new_method)
+            return self._cached("assistant", (draft, *tokenizers), new_method)
         if self._speculator is None:
             raise UnsupportedModelError(self._refusal)
         return self._speculator
 
     def _by_lookup(self, arguments: dict[str, Any]) -> Speculator | None:
-        """Return the speculator of a call with stock's ``prompt_lookup_num_tokens``; it measures
-        its own costs.
-        """
+        """Return the speculator for stock's ``prompt_lookup_num_tokens``, with costs of its own."""
         num_tokens = configured("prompt_lookup_num_tokens", self.model, arguments)
         if num_tokens is None or self._target is None:
             return None
         max_ngram = configured("max_matching_ngram_size", self.model, arguments) or MAX_NGRAM
         new_method = partial(LookupMethod, max_ngram, num_tokens)
-        return self._kept("lookup", (max_ngram, num_tokens), new_method)
+        return self._cached("lookup", (max_ngram, num_tokens), new_method)
 
-    def _kept(
+    def _cached(
         self, kind: str, key: tuple[Any, ...], new_method: Callable[[], DraftMethod]
     ) -> Speculator:
-        """Return the speculator of a call's own way to draft; it is kept until one of its kind has
-        another key.
-        """
+        """Return the speculator for a drafting method of a call; the last of each kind is cached."""
         last_key, speculator = self._speculators.get(kind, ((), None))
         if speculator is None or last_key != key:
             assert self._target is not None
@@ -259,7 +252,7 @@ def decode(call: Call) -> Any:
             f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without speculation; "
             "set per_row = True on what treats every row by itself"
         )
-    elif rows.stops.has_callbacks and rows.prompt.is_cache_given:
+    elif rows.has_callbacks and rows.prompt.is_cache_given:
         reason = (
             "the call's processors, criteria or streamer may look at the cache that it was given, which speculation "
             "fills at the end only, so its tokens are decoded without speculation; leave one of them out"
@@ -303,8 +296,7 @@ def decode(call: Call) -> Any:
     return _output(
         call,
         sequences=rows.sequences(),
-        scores=record.scores(rows.num_new),
-        logits=record.logits(rows.num_new),
+        **record.outputs(rows.num_new),
         **{
             CACHE_NAME: cache
             if cache is None or call.encoder is None
@@ -319,8 +311,6 @@ def _output(call: Call, **stock: Any) -> Any:
     output = (
         SLOSpecOutput(**stock) if call.encoder is None else SLOSpecEncoderDecoderOutput(**stock)
     )
-    output.slo, output.steps = (
-        [request.metrics() for request in call.rows.requests],
-        call.rows.steps,
-    )
+    output.slo = [request.metrics() for request in call.rows.requests]
+    output.steps = call.rows.steps
     return output

@@ -112,13 +112,11 @@ def enable(
             return (replaced or types.MethodType(type(owner).generate, owner))(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 
-    if always and hasattr(
-        owner, "generate_batch"
-    ):  # TRL calls it with use_transformers_continuous_batching
+    # TRL calls it with use_transformers_continuous_batching.
+    if always and hasattr(owner, "generate_batch"):
         owner.__dict__["generate_batch"] = functools.partial(_generate_batch, owner)
-    wrapped = getattr(
-        of_class, "__wrapped__", of_class
-    )  # what callers find at a stock generate: a plain function
+    # What callers find at a stock generate: a plain function.
+    wrapped = getattr(of_class, "__wrapped__", of_class)
     vars(generate).update(
         __signature__=_with_our_arguments(signature),
         __wrapped__=wrapped,

@@ -67,16 +67,13 @@ class Grammars:
         """``vocab_size``: width of the logits; ``end_tokens``: tokens that may end a complete
         output.
         """
-        self._tokenizer, self._vocab_size, self._end_tokens = (
-            tokenizer,
-            vocab_size,
-            list(end_tokens),
-        )
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_tokens = list(end_tokens)
         self._vocabulary: TokenBytes | None = None
         self._lock = Lock()
-        self._matchers: dict[
-            str, Any
-        ] = {}  # by schema, at the beginning of an output; the oldest is dropped first
+        # By schema, at the beginning of an output; the oldest is dropped first.
+        self._matchers: dict[str, Any] = {}
 
     def processor(self, schema: dict[str, Any], prompt_len: int) -> JSONConstraint:
         """Return a processor for the outputs of one call.
@@ -160,9 +157,7 @@ class SchemaFollower:
         return kind(self._matcher.deep_copy(), self._prompt_len, self._vocabulary, self._token_ids)
 
     def _follow(self, token_ids: Sequence[int]) -> bool:
-        """Move behind an output; return False if the schema does not allow it, or it goes on behind
-        its end.
-        """
+        """Advance the matcher to the end of an output; return False if the schema forbids it."""
         num_same = num_common(self._token_ids, token_ids)
         if num_more := len(self._token_ids) - num_same:
             self._matcher.rollback(num_more)
@@ -218,7 +213,7 @@ class JSONConstraint(SchemaFollower, LogitsProcessor):
 
 
 class DraftGrammar(SchemaFollower):
-    """Grammar of a request's drafts (:class:`~hf_slospec.request.request.Grammar`), and processor
+    """Grammar of a request's drafts (:class:`~hf_slospec.request.params.Grammar`), and processor
     of their scores.
 
     Where llguidance can follow the schema no further, everything is allowed and nothing expected.
@@ -251,12 +246,12 @@ class DraftGrammar(SchemaFollower):
         return _masked(scores, allowed)
 
     def expected(self, token_ids: Sequence[int]) -> list[list[int]]:
-        """Return the ways in which the output probably goes on.
+        """Return likely continuations of an output.
 
-        A way is made of the bytes that the schema forces, and between them of the only characters
-        that it allows behind whitespace, with the whitespace that the output has had between the
-        same characters. Where few characters are allowed, the ways part, once. Texts are split into
-        tokens as the tokenizer does."""
+        They consist of the bytes that the schema forces and, between them, of the only characters
+        that it allows after whitespace, with the whitespace that the output had between the same
+        characters before. Where few characters are allowed, there is one continuation for each, but
+        they branch only once. Texts are tokenized as by the tokenizer."""
         if not self._follow(token_ids):
             return []
         before = self._vocabulary.tokenizer.decode_bytes(list(token_ids))
@@ -271,9 +266,7 @@ class DraftGrammar(SchemaFollower):
         return [way for way in ways if way]
 
     def _next(self, text: bytes) -> list[bytes]:
-        """Return what may follow a text that the matcher is behind, if that is little; empty bytes
-        are its end.
-        """
+        """Return what may follow the text that was matched, if few things may; b"" is its end."""
         if forced := self._matcher.compute_ff_bytes():
             return [forced]
         found = self._vocabulary.next_bytes(self._allowed())
@@ -282,8 +275,7 @@ class DraftGrammar(SchemaFollower):
     def _continued(
         self, token_ids: Sequence[int], before: bytes, after: list[bytes]
     ) -> tuple[bytes, list[bytes]]:
-        """Return the text that follows an output while there is one way to go on, and what may
-        follow it.
+        """Return the text that must follow an output, and what may follow that text.
 
         Args:
             token_ids: the output.

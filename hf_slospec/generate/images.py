@@ -5,7 +5,6 @@ from both sides.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.generate.prompt import PromptInputs
-from hf_slospec.model.family import ModelFamily
+from hf_slospec.generate.prompt import CallInputs
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.prefilled_prompts import (
     Prefilled,
@@ -39,14 +37,10 @@ def names_beside_text(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -
 
 
 def _holds_tensors(value: Any) -> bool:
-    parts = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return isinstance(value, torch.Tensor) or any(map(_holds_tensors, parts))
+    parts = list(value.values()) if isinstance(value, Mapping) else value
+    if isinstance(parts, (list, tuple)):
+        return any(map(_holds_tensors, parts))
+    return isinstance(parts, torch.Tensor)
 
 
 @contextlib.contextmanager
@@ -72,34 +66,33 @@ class WholePrompts:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        prompt: PromptInputs,
+        packed: PackedModel,
+        prompt: CallInputs,
         model_kwargs: dict[str, Any],
         names: Sequence[str],
-        family: ModelFamily,
-        is_exact: bool = False,
     ):
         """Keep the inputs that stock ``generate`` prepared; ``names``: the inputs beside the text.
 
         Raises:
             UnsupportedOptionError, UnsupportedInputError: they cannot be speculated.
         """
-        self._model: Any = model
+        self._model: Any = packed.model
         self._prompt = prompt
-        self._family = family
+        self._family = packed.family
         self._inputs = {
             name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES
         }
         self._inputs["use_cache"] = True
-        self._is_exact = is_exact
-        if is_exact and names and len(prompt.tokens) > 1:
+        self._is_exact = packed.exact is not None
+        self._prefilled: dict[int, Prefilled] = {}  # by row, until its request takes it
+        listed = ", ".join(names)
+        kind = type(self._model).__name__
+        if self._is_exact and names and len(prompt.tokens) > 1:
             raise UnsupportedOptionError(
-                f"exact cannot be combined with batches of prompts with {', '.join(names)}; pass one row per call"
+                f"exact cannot be combined with batches of prompts with {listed}; pass one row per call"
             )
-        beside = (
-            ", ".join(names) or f"{type(model).__name__}, whose prompts are seen from both sides"
-        )
-        what = "exact" if is_exact else beside
+        seen = listed or f"{kind}, whose prompts are seen from both sides"
+        what = "exact" if self._is_exact else seen
         if prompt.embeds is not None:
             raise UnsupportedOptionError(
                 f"inputs_embeds cannot be combined with slo_tpot and {what}; pass input_ids, or call generate without "
@@ -110,35 +103,26 @@ class WholePrompts:
                 f"{CACHE_NAME} that holds tokens cannot be combined with slo_tpot and {what}; pass the whole text "
                 "with all of its images, without the cache"
             )
+        if names and not _placeholders(self._model.config):  # the model puts them before the text
+            raise UnsupportedOptionError(
+                f"{what} of {kind}, which has no placeholder tokens for them, cannot be combined with slo_tpot; call "
+                "generate without slo_tpot"
+            )
         if names:
-            self._check_placeholders(what)
             self._check_ends()
-        self._prefilled: dict[int, Prefilled] = {}  # by row, until its request takes it
 
     @classmethod
     def of(
         cls,
         packed: PackedModel,
-        prompt: PromptInputs,
+        prompt: CallInputs,
         model_kwargs: dict[str, Any],
         names: list[str],
     ) -> WholePrompts | None:
         """Return the prompts of a call, or None if they can be processed in chunks."""
-        if not names and not sees_later_tokens(packed.model) and not packed.prefills_alone:
-            return None
-        return cls(
-            packed.model, prompt, model_kwargs, names, packed.family, packed.exact is not None
-        )
-
-    def _check_placeholders(self, what: str) -> None:
-        """Refuse inputs that a model puts before the text, at positions that ``input_ids`` does not
-        have.
-        """
-        if not _placeholders(self._model.config):
-            raise UnsupportedOptionError(
-                f"{what} of {type(self._model).__name__}, which has no placeholder tokens for them, cannot be combined "
-                "with slo_tpot; call generate without slo_tpot"
-            )
+        if names or sees_later_tokens(packed.model) or packed.prefills_alone:
+            return cls(packed, prompt, model_kwargs, names)
+        return None
 
     def _check_ends(self) -> None:
         """Refuse prompts that end with an image: their last token is verified like the new ones, as
@@ -157,11 +141,8 @@ class WholePrompts:
                 "combined with slo_tpot; end the prompt with text, as chat templates do"
             )
 
-    def prefill(self, row: int) -> Callable[[], Prefilled]:
-        """Return the function that processes one row's prompt; call it with the model's lock held."""
-        return functools.partial(self._take, row)
-
-    def _take(self, row: int) -> Prefilled:
+    def prefill(self, row: int) -> Prefilled:
+        """Return one row's prefilled prompt; the caller must hold the model's lock."""
         if self._is_exact:
             return self._process_alone(row)
         if row not in self._prefilled:
@@ -178,13 +159,8 @@ class WholePrompts:
             lambda by_token: by_token[..., row : row + 1, columns]
         )
         length = len(columns) - 1
-        held, last = (
-            list(cached_tensors(cache, 0, part, length + 1))
-            for part in (
-                torch.arange(length, device="cpu"),
-                torch.arange(length, length + 1, device="cpu"),
-            )
-        )
+        places = torch.arange(length + 1, device="cpu").split([length, 1])
+        held, last = (list(cached_tensors(cache, 0, part, length + 1)) for part in places)
         offset = _last_position(inputs.get("position_ids"), 0, length) - length
         return Prefilled(held, length, offset, None, logits[0], last)
 

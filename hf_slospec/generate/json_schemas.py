@@ -13,16 +13,11 @@ from hf_slospec.errors import InvalidInputError
 
 _Names = dict[str, bool]  # schemas that allow any value, by name
 
-ALTERNATIVES, PARTS = (
-    ("anyOf", "oneOf"),
-    ("allOf", "anyOf", "oneOf"),
-)  # keywords whose schemas describe the same value
+ALTERNATIVES = ("anyOf", "oneOf")
+PARTS = ("allOf", *ALTERNATIVES)  # keywords whose schemas describe the same value
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by name
-INNER = (
-    "items",
-    "prefixItems",
-    "additionalProperties",
-)  # keywords with a schema, or several, of inner values
+INNER = ("items", "prefixItems", "additionalProperties")  # keywords with schemas of inner values
+# Formats that llguidance knows.
 FORMATS = (
     "date",
     "date-time",
@@ -34,7 +29,7 @@ FORMATS = (
     "time",
     "uri",
     "uuid",
-)  # llguidance's
+)
 
 MAX_LISTED = 20_000  # properties that compositions list in all, each as often as it is listed again
 
@@ -42,10 +37,8 @@ _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _V4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 _HEX = "[0-9a-f]{1,4}"
 _V6 = rf"(?:{_HEX}(?::{_HEX}){{7}}|(?:{_HEX}(?::{_HEX}){{0,5}})?::(?:{_HEX})?)"
-_V4_INTERFACE, _V6_INTERFACE = (
-    rf"{_V4}(?:/(?:3[0-2]|[12]?\d))?",
-    rf"{_V6}(?:/(?:12[0-8]|1[01]\d|[1-9]?\d))?",
-)
+_V4_INTERFACE = rf"{_V4}(?:/(?:3[0-2]|[12]?\d))?"
+_V6_INTERFACE = rf"{_V6}(?:/(?:12[0-8]|1[01]\d|[1-9]?\d))?"
 
 
 def _v4_networks() -> Iterator[str]:
@@ -104,17 +97,14 @@ def to_follow(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Closing:
-    """Closing of the objects of one schema. Its inner schemas are named by pointers, which
-    references have.
-    """
+    """Closes the objects of one schema; inner schemas are known by JSON pointers, as in ``$ref``."""
 
     def __init__(self, schema: dict[str, Any]):
         self._nodes: dict[str, dict[str, Any]] = {}
         self._names: dict[str, _Names | None] = {}
         self._num_listed = 0
-        self._open: set[str] = (
-            set()
-        )  # schemas of a part of an object, which is closed by the schema of the whole
+        # Schemas of a part of an object, which is closed by the schema of the whole.
+        self._open: set[str] = set()
         self._collect(schema, "#")
         for at in self._nodes:
             if self._is_composed(at):
@@ -188,10 +178,10 @@ class _Closing:
         """Return the properties that a schema and its parts list; None if they allow others."""
         if at not in self._names:
             self._names[at] = {}  # for references to itself
-            self._names[at] = self._found_names(at)
+            self._names[at] = self._listed_names(at)
         return self._names[at]
 
-    def _found_names(self, at: str) -> _Names | None:
+    def _listed_names(self, at: str) -> _Names | None:
         node = self._nodes.get(at)
         if (
             node is None

@@ -7,13 +7,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
+from transformers.generation import GenerationMode, MaxTimeCriteria
 
-from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
-from hf_slospec.generate.arguments import check_arguments, configured
+from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.generate.arguments import check_arguments, check_cache, configured
 from hf_slospec.generate.images import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import (
     draft_grammar,
@@ -22,8 +24,8 @@ from hf_slospec.generate.processors import (
     is_users,
     processors_of_row,
 )
-from hf_slospec.generate.prompt import PromptInputs, check_ids, prompt_reader
-from hf_slospec.generate.rows import Rows, Stops, StopStrings, pad_token
+from hf_slospec.generate.prompt import CallInputs, check_ids, prompt_reader
+from hf_slospec.generate.rows import Rows, StopStrings, pad_token
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.generate.stock import (
     NewStopStrings,
@@ -34,17 +36,31 @@ from hf_slospec.generate.stock import (
     own_generate_error,
     run_stock,
 )
-from hf_slospec.generate.validation import PREPARED, validated_inputs
+from hf_slospec.model.checked_model import CheckedModel
 from hf_slospec.model.coupling import Coupling
 from hf_slospec.model.family import EncoderOutputs
 from hf_slospec.model.noise import default_generator
-from hf_slospec.model.properties import FORWARD_ERRORS, vocab_size
-from hf_slospec.model.sampling import Record, StockSampler
+from hf_slospec.model.ownership import foreign_members
+from hf_slospec.model.properties import CACHE_NAMES, FORWARD_ERRORS, given_cache, vocab_size
+from hf_slospec.model.record import Record
+from hf_slospec.model.sampling import StockSampler
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.params import RequestParams, SubmitOptions
 from hf_slospec.request.request import NewNoise, Request
 from hf_slospec.request.slo import SLOTpot, Stages, parse_slo
 
+# Keyword arguments from stock that the package handles, or that do not affect the output.
+PREPARED = {
+    *CACHE_NAMES,
+    "attention_mask",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "position_ids",
+    "use_cache",
+}
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
 
 
@@ -70,7 +86,7 @@ class Call:
             sharing: number of samplers that share the memory for noise.
         """
         num_rows = len(self.params)
-        has_callbacks = self.rows.stops.has_callbacks
+        has_callbacks = self.rows.has_callbacks
         # Rows of a batch draw ahead of each other in any case.
         may_draw = has_callbacks and seed is None and num_rows == 1 and self.stock.config.do_sample
         return StockSampler(
@@ -239,6 +255,71 @@ def stages_by_row(
     return slo
 
 
+def validated_inputs(
+    checked: CheckedModel, stock: StockCall
+) -> tuple[dict[str, Any], list[str], EncoderOutputs | None]:
+    """Return the decoder's inputs that stock ``generate`` prepared, the names of those that are
+    images, audio or video, and the encoder's inputs.
+
+    Raises:
+        UnsupportedModelError, UnsupportedOptionError: they cannot be speculated.
+    """
+    model = checked.model
+    _, processors, criteria, config, inputs, _ = stock
+    check_cache(*given_cache(inputs), is_prepared=True)
+    if foreign := foreign_members((processors, criteria)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} decodes with lists of processors or criteria that are not transformers' own "
+            f"({', '.join(foreign)}), which speculation does not call; return a LogitsProcessorList and a "
+            "StoppingCriteriaList, or call generate without slo_tpot"
+        )
+    names: list[str] = []
+    inputs, encoder = checked.packed.family.prepared(model, stock.inputs, inputs)
+    if encoder is None:
+        names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
+        # Tokenizers of BERT write token types for a mere text, too.
+        types = None if names else inputs.get("token_type_ids")
+        if types is not None:
+            is_led = checked.ranks.is_led
+            if is_led or bool(types.any()) or not checked.ignores_zero_types:
+                raise UnsupportedOptionError(
+                    f"token_type_ids cannot be combined with slo_tpot where they change what {type(model).__name__} "
+                    "computes; only zeros that mean the same as none are taken, so call generate without slo_tpot"
+                )
+            inputs = {k: v for k, v in inputs.items() if k != "token_type_ids"}
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UnsupportedOptionError(
+            f"slo_tpot works with greedy decoding and sampling, not with {mode.value.replace('_', ' ')}; "
+            "set num_beams=1 (and no other search option), or call generate without slo_tpot"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, False):
+            raise UnsupportedOptionError(
+                f"{name}=True is not available with slo_tpot: stock returns them per forward of one token; "
+                "call generate without slo_tpot"
+            )
+    is_given = {k for k, v in inputs.items() if v is not None and not (type(v) is dict and not v)}
+    if extra := sorted(is_given - {*PREPARED, *names, "mm_token_type_ids"}):
+        raise UnsupportedOptionError(
+            f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out"
+        )
+    # Processes of a tensor-parallel model must do the same.
+    if checked.ranks.num_deciding > 1 and any(isinstance(c, MaxTimeCriteria) for c in criteria):
+        raise UnsupportedOptionError(
+            "max_time cannot be combined with slo_tpot and a tensor-parallel model, whose processes would stop at "
+            "different tokens; leave it out, and limit the output by max_new_tokens"
+        )
+    for each in processors if checked.ranks.is_led else ():
+        held = getattr(each, "__dict__", {}).values()
+        if any(isinstance(value, torch.nn.Module) for value in held):
+            raise UnsupportedOptionError(
+                f"{type(each).__name__} forwards a model, and the batcher of a tensor-parallel model runs processors "
+                "in its first process alone; leave out what asks for it, such as guidance_scale"
+            )
+    return inputs, names, encoder
+
+
 def _call(
     speculator: Speculator,
     slo: Stages | list[Stages],
@@ -254,7 +335,7 @@ def _call(
     model = checked.model
     input_ids, processors, criteria, config, *_ = stock
     inputs, names, encoder = validated_inputs(checked, stock)
-    prompt = PromptInputs.of(input_ids, inputs, config, model.get_input_embeddings(), bool(names))
+    prompt = CallInputs.of(input_ids, inputs, config, model.get_input_embeddings(), bool(names))
     whole = WholePrompts.of(checked.packed, prompt, inputs, names) if encoder is None else None
     if whole is not None and checked.ranks.is_led:
         raise UnsupportedOptionError(
@@ -265,10 +346,10 @@ def _call(
     callbacks = *processors, *criteria, *([] if streamer is None else [streamer])
     has_callbacks = any(map(is_users, callbacks))
     record = Record(len(input_ids), config)
-    stops = Stops(criteria, input_ids, record.scores_of, pad_token(config), has_callbacks)
+    rows = Rows(input_ids, prompt, criteria, record, streamer, pad_token(config), has_callbacks)
     stages = stages_by_row(slo, len(input_ids), config.num_return_sequences)
     prompts = [prompt.tokens_of(row) for row in range(len(input_ids))]
-    prompt.check(checked, stops.max_new_tokens, input_ids.shape[1], has_placeholders=bool(names))
+    prompt.check(checked, rows.max_new_tokens, input_ids.shape[1], has_placeholders=bool(names))
     asked = SubmitOptions() if options is None else options
     if options is not None:
         record.num_top = options.logprobs
@@ -281,7 +362,7 @@ def _call(
     params = [
         RequestParams(
             tokens,
-            stops.max_new_tokens,
+            rows.max_new_tokens,
             stages[row],
             ttft_slo_s=stages[row][0].ttft_slo_s or asked.slo_ttft,
             priority=asked.priority,
@@ -291,8 +372,8 @@ def _call(
             is_sampled=bool(config.do_sample),
             row=row,
             num_padding=max(map(len, prompts)) - len(tokens),
-            is_stop=stops.of(row, len(tokens)),
-            prefill=None if whole is None else whole.prefill(row),
+            is_stop=rows.stop_of(row, len(tokens)),
+            prefill=None if whole is None else partial(whole.prefill, row),
             encoded_for=None if encoder is None else encoder.of_row(row),
             prompt_reader=prompt_reader(model, tokens, asked.prompt_logprobs, whole is not None),
             may_draft=asked.speculative,
@@ -305,5 +386,4 @@ def _call(
         )
         for row, tokens in enumerate(prompts)
     ]
-    rows = Rows(input_ids, prompt, stops, record, streamer)
     return Call(params, arrived_s, rows, stock, speculator, encoder, is_part, bool(names))

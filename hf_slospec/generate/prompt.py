@@ -28,7 +28,7 @@ from hf_slospec.model.prefilled_prompts import (
 )
 from hf_slospec.model.properties import CACHE_NAME, given_cache
 from hf_slospec.model.ranks import whole
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.model.sequences import Sequences
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
@@ -36,7 +36,7 @@ from hf_slospec.scheduler.prefill import CHUNK
 
 
 @dataclass
-class PromptInputs:
+class CallInputs:
     """Inputs of the first forward of stock ``generate``: one column per token, the cached ones
     first.
     """
@@ -55,7 +55,7 @@ class PromptInputs:
         config: GenerationConfig,
         embedding: torch.nn.Module,
         has_own_positions: bool = False,
-    ) -> PromptInputs:
+    ) -> CallInputs:
         """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions
         are not checked.
 
@@ -77,9 +77,8 @@ class PromptInputs:
             tokens = input_ids if input_ids.shape[1] else nearest_tokens(embeds, embedding)
         elif num_cached:
             length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-            if (
-                length != input_ids.shape[1]
-            ):  # only new tokens were passed; earlier ones are in the cache alone
+            # Only new tokens were passed; earlier ones are in the cache alone.
+            if length != input_ids.shape[1]:
                 tokens = torch.cat(
                     (input_ids.new_zeros(len(input_ids), num_cached), input_ids), dim=1
                 )
@@ -171,7 +170,9 @@ class PromptInputs:
         """
         target = checked.packed
         limit = target.max_positions
-        counts_all = target.has_states or any(each.window or each.chunk for each in target.layers)
+        counts_all = target.family.has_states or any(
+            each.window or each.chunk for each in target.layers
+        )
         masks = self._on_host[1]  # [batch, length] bool
         for row, length in enumerate(masks.sum(1).tolist()):
             max_len = length + max_new_tokens
@@ -273,7 +274,7 @@ class PromptInputs:
         rows, columns = lacking.nonzero(as_tuple=True)  # processed tokens, row after row
         lengths = lacking.sum(1).tolist()
         slots = torch.cat(
-            [sequences.last_slots(*each) for each in zip(requests, lengths, strict=True)]
+            [sequences.of(each).last_slots(n) for each, n in zip(requests, lengths, strict=True)]
         )
         places = dict[torch.device, Any]()
         for layer, stored in zip(sequences.packed.layers, sequences.cache.pool.layers, strict=True):
@@ -289,7 +290,7 @@ class PromptInputs:
             cache.update(*filled[:2], layer.layer_idx)
             if len(filled) > 2:
                 cache.update_indexer(filled[2][:, 0], layer.layer_idx)
-        states = [kept for each in requests if (kept := sequences.states(each)) is not None]
+        states = [sequences.of(each).present_states() for each in requests]
         sequences.packed.family.write_states(cache, states)
 
 

@@ -20,10 +20,8 @@ from hf_slospec.generate.enable import decoder_of, disable, enable
 
 logger = logging.getLogger(__name__)
 FILE = "past_answers.json"  # in the folder of a checkpoint
-BYPASSES = (
-    "use_vllm",
-    "use_transformers_continuous_batching",
-)  # settings with which TRL does not call generate
+# Settings with which TRL does not call generate.
+BYPASSES = ("use_vllm", "use_transformers_continuous_batching")
 
 
 class RolloutCallback(TrainerCallback):

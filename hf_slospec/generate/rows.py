@@ -5,8 +5,7 @@ returned.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,10 +24,12 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.generate.processors import copied_for_row, is_stock
-from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.generate.prompt import CallInputs
 from hf_slospec.model.ownership import foreign_members
-from hf_slospec.model.sampling import Record, StockSampler, check_unchanged
+from hf_slospec.model.record import Record
+from hf_slospec.model.sampling import StockSampler, check_unchanged
 from hf_slospec.model.sequences import Sequences
+from hf_slospec.model.tree_mask import chain
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import IsOver
 from hf_slospec.scheduler.prefill import CHUNK
@@ -58,36 +59,46 @@ class TokenIds:
         return self._ids[:, :end]
 
 
-class Stops:
-    """Stopping of rows: criteria are called after every token, on each row alone, padded as by
-    stock.
+class Rows:
+    """The rows of a call, without its padding: one request each, which ends by the call's criteria.
+
+    Criteria are called after every token, on each row alone, padded as by stock.
     """
 
     def __init__(
         self,
-        criteria: StoppingCriteriaList,
         input_ids: torch.Tensor,
-        scores_of: Callable[[int], tuple[torch.Tensor, ...] | None],
+        prompt: CallInputs,
+        criteria: StoppingCriteriaList,
+        record: Record,
+        streamer: Any,
         pad: int,
-        has_callbacks: bool = False,
+        has_callbacks: bool,
     ):
-        """Prepare a call's criteria.
+        """Prepare a call's rows.
 
         Args:
-            input_ids: [batch, padded_len] int64.
-            scores_of: returns a row's scores so far, if they are recorded.
+            input_ids: [batch, padded_len] int64, as the caller gets them back.
+            prompt: what the model processes.
+            criteria: of the call.
+            record: takes scores, which criteria read.
+            streamer: gets tokens; None: there is none.
             pad: token that follows the end of a row.
-            has_callbacks: some are the user's.
+            has_callbacks: some processors, criteria or the streamer are the user's.
 
         Raises:
             UnsupportedOptionError: no criterion limits the length.
         """
         self.input_ids = input_ids
-        self.scores_of = scores_of
+        self.prompt = prompt
+        self.record = record
+        self.streamer = streamer
         self.pad = pad
         self.has_callbacks = has_callbacks
-        self.after_check: Callable[[int], None] = lambda token: None  # called with each new token
-        self.eos = {
+        self.requests = list[Request]()  # one per row, once decoding begins
+        self.steps = list[StepEvent]()
+        self._num_streamed = 0
+        self._eos = {
             int(i) for c in criteria if _is_plain(c, EosTokenCriteria) for i in c.eos_token_id
         }
         lengths = [c.max_length for c in criteria if _is_plain(c, MaxLengthCriteria)]
@@ -98,58 +109,146 @@ class Stops:
             )
         self.max_new_tokens = int(min(lengths)) - input_ids.shape[1]
         further = [c for c in criteria if not _is_plain(c, EosTokenCriteria, MaxLengthCriteria)]
-        self.joint = [c for c in further if is_joint(c, len(input_ids))]
-        self.further = [c for c in further if not is_joint(c, len(input_ids))]
+        self._joint = [c for c in further if is_joint(c, len(input_ids))]
+        self._further = [c for c in further if not is_joint(c, len(input_ids))]
         # Without an end-of-sequence criterion stock does not pad: a stopped row continues until all
         # have stopped.
-        self.is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
+        self._is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
         # Row -> number of its new tokens when it met a condition: one dict per joint criterion, and
         # one for stopped rows that continue.
-        self._met: list[dict[int, int]] = [{} for _ in (*self.joint, None)]
+        self._met: list[dict[int, int]] = [{} for _ in (*self._joint, None)]
 
     @property
-    def end(self) -> int | None:
+    def _end(self) -> int | None:
         """Number of new tokens at which all rows end together; None while that is not known."""
         ends = [max(met.values()) for met in self._met if len(met) == len(self.input_ids)]
         return min(ends, default=None)
 
-    def of(self, row: int, prompt_len: int) -> IsOver:
+    def stop_of(self, row: int, prompt_len: int) -> IsOver:
         """Return the function that says whether a row ends with the last of its tokens."""
         is_only = len(self.input_ids) == 1
-        criteria = self.further if is_only else [_for_row(criterion) for criterion in self.further]
-        joint = [_joint_for_row(criterion, row) for criterion in self.joint]
+        criteria = (
+            self._further if is_only else [_for_row(criterion) for criterion in self._further]
+        )
+        joint = [_joint_for_row(criterion, row) for criterion in self._joint]
         ids = TokenIds(self.input_ids[row])
         prompt = self.input_ids[row].tolist()
 
         def is_stop(tokens: list[int]) -> bool:
             token = tokens[-1]
-            is_over = token in self.eos
+            is_over = token in self._eos
             if not criteria and not joint:
-                self.after_check(token)
+                self._stream_token(token)
                 return is_over
             num_new = len(tokens) - prompt_len
             input_ids = ids.followed_by(tokens, prompt_len)
             if criteria and (is_only or not is_over):
                 # All are called, as stock does: one that counts its calls must not miss any.
-                answers = [criterion(input_ids, self.scores_of(row)) for criterion in criteria]
+                answers = [
+                    criterion(input_ids, self.record.scores_of(row)) for criterion in criteria
+                ]
                 if any(bool(torch.as_tensor(answer, device="cpu").all()) for answer in answers):
-                    is_over |= self.is_padded
+                    is_over |= self._is_padded
                     if not is_over:
                         self._met[-1].setdefault(row, num_new)
                 if self.has_callbacks:
                     if is_only:  # the model reads a changed last token next, as in stock
                         tokens[-1] = int(input_ids[0, -1])
                     check_unchanged("stopping_criteria", input_ids, prompt + tokens[prompt_len:])
-            self.after_check(token)
+            self._stream_token(token)
             for met, criterion in zip(self._met, joint, strict=False):
                 # An ended row is padded, and stock goes on asking about it.
                 for num_pads in range(1 + (_lookback(criterion) if is_over else 0)):
                     padded = pad_to_right(input_ids, (0, num_pads), value=self.pad)
-                    if row not in met and criterion(padded, self.scores_of(row)):
+                    if row not in met and criterion(padded, self.record.scores_of(row)):
                         met[row] = num_new + num_pads
-            return is_over or (self.end is not None and num_new >= self.end)
+            return is_over or (self._end is not None and num_new >= self._end)
 
         return is_stop
+
+    @property
+    def num_new(self) -> int:
+        """New tokens of every row, padding included."""
+        longest = max(request.num_emitted for request in self.requests)
+        end = self._end
+        return longest if end is None else min(end, longest)
+
+    def _new_tokens(self, request: Request, begin: int, end: int) -> list[int]:
+        tokens = request.tokens[request.prompt_len :][begin:end]
+        return tokens + [self.pad] * (end - begin - len(tokens))
+
+    def begin(self) -> None:
+        """Stream the prompts."""
+        if self.streamer is not None:
+            self.streamer.put(self.input_ids.cpu())
+
+    def on_step(self, step: StepEvent) -> None:
+        """Keep a step, and stream every position that all unfinished rows have reached, one [batch]
+        tensor each, as stock does.
+        """
+        self.steps.append(step)
+        if self.streamer is None:
+            return
+        unfinished = [each.num_emitted for each in self.requests if not each.is_finished]
+        for position in range(self._num_streamed, min([self.num_new, *unfinished])):
+            column = [self._new_tokens(each, position, position + 1)[0] for each in self.requests]
+            self.streamer.put(torch.tensor(column, device="cpu"))
+            self._num_streamed += 1
+
+    def _stream_token(self, token: int) -> None:
+        """Stream a single row's new token at once, if code of the user's is called before the next
+        one is chosen.
+        """
+        if self.streamer is not None and len(self.requests) == 1 and self.has_callbacks:
+            self.streamer.put(torch.tensor([token], device="cpu"))
+            self._num_streamed += 1
+
+    def end(self) -> None:
+        """Drop tokens beyond the end of the longest row, and end the stream."""
+        for request in self.requests:
+            del request.tokens[request.prompt_len + self.num_new :]
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def length_of(self, new: list[int]) -> int:
+        """Return how many of a row's new tokens, as stock returns them, come before its padding."""
+        for position, token in enumerate(new):
+            if token in self._eos:
+                return position + 1
+        length = len(new)
+        while self._is_padded and length > 1 and new[length - 1] == self.pad:
+            length -= 1
+        return length
+
+    def sequences(self) -> torch.Tensor:
+        """Return prompts and new tokens.  -> [batch, padded_len + num_new] int64"""
+        new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
+        return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
+
+    def forward_padding(self, sequences: Sequences, sampler: StockSampler, lock: FairLock) -> None:
+        """Forward the padding that stock appends to finished rows until the longest row ends.
+
+        Only scores, logits and the cache need it, where they are returned.
+        """
+        for request in self.requests:
+            tokens = request.tokens[: request.prompt_len] + self._new_tokens(
+                request, 0, self.num_new
+            )
+            with lock:
+                sequences.reserve_for(request, len(tokens))
+            sequence = sequences.of(request)
+            sequence.truncate(len(tokens) - 1)  # the last token has no K/V
+            while sequence.length < len(tokens) - 1:
+                piece = tokens[sequence.length : len(tokens) - 1][:CHUNK]
+                wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0, device="cpu")
+                with lock:
+                    logits = sequences.forward(
+                        [chain(sequences.packed, sequence, piece)], wanted
+                    ).logits
+                for position, row in enumerate(logits, sequence.length + 1):
+                    if position >= request.prompt_len + request.num_emitted:
+                        sampler.record_padding(request, tokens[:position], row, tokens[position])
+                sequence.length += len(piece)
 
 
 def _is_plain(criterion: Any, *kinds: type) -> bool:
@@ -184,105 +283,6 @@ def _for_row(criterion: Any) -> Any:
     """Copy a user's criterion, which may have state; those of transformers and ours have none."""
     is_stateless = is_stock(criterion) or isinstance(criterion, StopStrings)
     return criterion if is_stateless else copied_for_row(criterion)
-
-
-@dataclass
-class Rows:
-    """The rows of a call, one request each, without its padding."""
-
-    input_ids: torch.Tensor  # [batch, padded_len] int64, as the caller gets them back
-    prompt: PromptInputs
-    stops: Stops
-    record: Record
-    streamer: Any
-    requests: list[Request] = field(default_factory=list)  # one per row, once decoding begins
-    steps: list[StepEvent] = field(default_factory=list)
-    _num_streamed: int = 0
-
-    def __post_init__(self) -> None:
-        self.stops.after_check = self._stream_token
-
-    @property
-    def num_new(self) -> int:
-        """New tokens of every row, padding included."""
-        longest = max(request.num_emitted for request in self.requests)
-        end = self.stops.end
-        return longest if end is None else min(end, longest)
-
-    def _new_tokens(self, request: Request, begin: int, end: int) -> list[int]:
-        tokens = request.tokens[request.prompt_len :][begin:end]
-        return tokens + [self.stops.pad] * (end - begin - len(tokens))
-
-    def begin(self) -> None:
-        """Stream the prompts."""
-        if self.streamer is not None:
-            self.streamer.put(self.input_ids.cpu())
-
-    def on_step(self, step: StepEvent) -> None:
-        """Keep a step, and stream every position that all unfinished rows have reached, one [batch]
-        tensor each, as stock does.
-        """
-        self.steps.append(step)
-        if self.streamer is None:
-            return
-        unfinished = [each.num_emitted for each in self.requests if not each.is_finished]
-        for position in range(self._num_streamed, min([self.num_new, *unfinished])):
-            column = [self._new_tokens(each, position, position + 1)[0] for each in self.requests]
-            self.streamer.put(torch.tensor(column, device="cpu"))
-            self._num_streamed += 1
-
-    def _stream_token(self, token: int) -> None:
-        """Stream a single row's new token at once, if code of the user's is called before the next
-        one is chosen.
-        """
-        if self.streamer is not None and len(self.requests) == 1 and self.stops.has_callbacks:
-            self.streamer.put(torch.tensor([token], device="cpu"))
-            self._num_streamed += 1
-
-    def end(self) -> None:
-        """Drop tokens beyond the end of the longest row, and end the stream."""
-        for request in self.requests:
-            del request.tokens[request.prompt_len + self.num_new :]
-        if self.streamer is not None:
-            self.streamer.end()
-
-    def length_of(self, new: list[int]) -> int:
-        """Return how many of a row's new tokens, as stock returns them, come before its padding."""
-        for position, token in enumerate(new):
-            if token in self.stops.eos:
-                return position + 1
-        length = len(new)
-        while self.stops.is_padded and length > 1 and new[length - 1] == self.stops.pad:
-            length -= 1
-        return length
-
-    def sequences(self) -> torch.Tensor:
-        """Return prompts and new tokens.  -> [batch, padded_len + num_new] int64"""
-        new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
-        return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
-
-    def forward_padding(self, sequences: Sequences, sampler: StockSampler, lock: FairLock) -> None:
-        """Forward the padding that stock appends to finished rows until the longest row ends.
-
-        Only scores, logits and the cache need it, where they are returned.
-        """
-        for request in self.requests:
-            tokens = request.tokens[: request.prompt_len] + self._new_tokens(
-                request, 0, self.num_new
-            )
-            with lock:
-                sequences.reserve_for(request, len(tokens))
-            sequence = sequences.of(request)
-            sequence.truncate(len(tokens) - 1)  # the last token has no K/V
-            while sequence.length < len(tokens) - 1:
-                piece = tokens[sequence.length : len(tokens) - 1][:CHUNK]
-                wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0, device="cpu")
-                with lock:
-                    logits = sequences.forward([sequences.chain(request, piece)], wanted).logits
-                for position, row in enumerate(logits, sequence.length + 1):
-                    if position >= request.prompt_len + request.num_emitted:
-                        sampler.record_padding(request, tokens[:position], row, tokens[position])
-                sequence.length += len(piece)
 
 
 def model_end_tokens(config: GenerationConfig) -> list[int]:

@@ -66,12 +66,10 @@ class Speculator:
         config: SLOSpecConfig,
         make_policy: NewPolicy | None = None,
     ):
-        self.target, self.config, self.method, self.make_policy = (
-            target,
-            config,
-            method,
-            make_policy,
-        )
+        self.target = target
+        self.config = config
+        self.method = method
+        self.make_policy = make_policy
         method.check(target.model)
         if method.feature_layers:
             if target.ranks.number > 1:
@@ -88,9 +86,8 @@ class Speculator:
         self.draft = (
             None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
         )
-        self._level: tuple[PackedModel, ForwardCost] | None = (
-            None  # target, and cost without a draft model
-        )
+        # Target, and cost without a draft model.
+        self._level: tuple[PackedModel, ForwardCost] | None = None
         self._drafters = WeakSet[Drafter]()
         self._counting = Lock()
         self._costs: StepCosts | None = None
@@ -304,7 +301,7 @@ class Speculator:
         no memory."""
         max_batch = self.config.max_batch
         bytes_per_token = sum(model.kv_bytes_per_token for model in self.models)
-        state_bytes = max_batch * sum(model.state_bytes for model in self.models)
+        state_bytes = max_batch * sum(model.family.state_bytes for model in self.models)
         device = self.target.packed.device
         if device.type == "cuda":  # torch's allocator reserves memory that it has freed
             reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -324,13 +321,10 @@ class Speculator:
         """
         target, *drafts = self.models
         layers = self.method.feature_layers if self.max_nodes else ()
-        return dict(
-            zip(
-                ("target", "draft"),
-                [target.status(layers), *(draft.status() for draft in drafts)],
-                strict=False,
-            )
-        )
+        found = {"target": target.status(layers)}
+        if drafts:
+            found["draft"] = drafts[0].status()
+        return found
 
     def memory(self, num_running: int) -> MemoryUse:
         """Return the bytes that speculation takes beside the weights, with ``num_running``
@@ -344,7 +338,7 @@ class Speculator:
         return MemoryUse(
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
-            states=num_running * sum(model.state_bytes for model in models),
+            states=num_running * sum(model.family.state_bytes for model in models),
             features=sum(drafter.num_feature_bytes for drafter in drafters),
             staging=num_running
             * self.max_nodes

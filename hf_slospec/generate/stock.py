@@ -134,10 +134,10 @@ def arguments_for_stock(
     new_stop_strings: NewStopStrings = StopStrings,
 ) -> dict[str, Any]:
     """Return the arguments without those that stock would drop, refuse or misread."""
-    kept = {name: value for name, value in arguments.items() if name not in ("streamer", "labels")}
-    kept = without_drafts(
-        model, kept
-    )  # with them, stock would choose assisted decoding, which takes only one row
+    # With drafts, stock would choose assisted decoding, which takes only one row.
+    kept = without_drafts(model, arguments)
+    for name in ("streamer", "labels"):
+        kept.pop(name, None)
     for name in ("inputs", "input_ids"):
         if isinstance(ids := kept.get(name), torch.Tensor) and ids.ndim == 1:
             kept[name] = ids[None]
@@ -145,9 +145,7 @@ def arguments_for_stock(
                 kept["attention_mask"] = mask[None]
     strings = configured("stop_strings", model, kept)
     tokenizer = kept.get("tokenizer")
-    if (
-        strings is not None and tokenizer is not None
-    ):  # without a tokenizer stock says what is missing
+    if strings is not None and tokenizer is not None:  # else stock says what is missing
         try:
             criterion = new_stop_strings(tokenizer, strings)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -165,27 +163,18 @@ def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[st
     """Return a call's arguments for stock, without those that make it draft, which it can for one
     row only.
     """
-    if (
-        generates_in_parts(model) and "inputs" in arguments
-    ):  # Whisper's generate takes them by the encoder's name only
-        arguments = {
-            model.main_input_name if name == "inputs" else name: value
-            for name, value in arguments.items()
-        }
+    dropped = {"assistant_model", "assistant_tokenizer"}
     if arguments.get("tokenizer") is None:  # a generate of the model's own may not know it
-        arguments = {name: value for name, value in arguments.items() if name != "tokenizer"}
-    kept = {
-        name: value
-        for name, value in arguments.items()
-        if name not in ("assistant_model", "assistant_tokenizer")
-    }
+        dropped.add("tokenizer")
+    kept = {name: value for name, value in arguments.items() if name not in dropped}
+    if generates_in_parts(model) and "inputs" in kept:
+        # Whisper's generate takes them by the encoder's name only
+        kept[model.main_input_name] = kept.pop("inputs")
     return _without(model, kept, "prompt_lookup_num_tokens")
 
 
 def _without(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a call's arguments with a setting turned off where it is set; stock warns of settings
-    set twice.
-    """
+    """Return a call's arguments without a setting, which is also turned off in the configs."""
     kept = {key: value for key, value in arguments.items() if key != name}
     if getattr(config := kept.get("generation_config"), name, None) is not None:
         kept["generation_config"] = copy.copy(config)

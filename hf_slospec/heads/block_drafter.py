@@ -30,18 +30,15 @@ class BlockDrafter(FeatureDrafter):
     """
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        self._process([request for request in requests if self.features.num_waiting(request)])
+        self._process([request for request in requests if self.features[request].num_tokens])
         self.sequences.reserve(requests)
         parts = [
             block_tokens(self.head, self.sequences.of(request), request.tokens)
             for request in requests
         ]
-        outputs = self.sequences.forward(parts, self._rows(len(requests), plan.depth)).logits
+        rows = block_rows(self.head, len(requests), plan.depth)
+        outputs = self.sequences.forward(parts, rows).logits
         return self._trees(requests, outputs.view(len(requests), -1, outputs.shape[-1]), plan)
-
-    def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
-        """Return the rows of a packed batch of blocks whose outputs trees of this depth need."""
-        return block_rows(self.head, num_requests, depth)
 
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
@@ -54,7 +51,9 @@ class BlockDrafter(FeatureDrafter):
         if not requests:
             return
         self.sequences.reserve(requests)
-        begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
+        begins, features = zip(
+            *(self.features[request].take() for request in requests), strict=True
+        )
         lengths = [len(part) for part in features]
         combined = self.head.combine(torch.cat(features).to(self.packed.device)).split(lengths)
         sequences = [self.sequences.of(request) for request in requests]
@@ -67,9 +66,6 @@ class BlockDrafter(FeatureDrafter):
 class SequentialBlockDrafter(BlockDrafter):
     """Drafts trees of a :class:`SequentialHead` by beam search over one forward of a block."""
 
-    def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
-        return block_rows(self.head, num_requests, depth, self.head.first_read_slot)
-
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
     ) -> list[TokenTree]:
@@ -78,7 +74,7 @@ class SequentialBlockDrafter(BlockDrafter):
             roots = torch.tensor(
                 [[request.tokens[-1]] for request in requests], device=outputs.device
             )
-            _, states, _ = self.head.after(roots, outputs[:, 0], states, 0)
+            states = self.head.after(roots, outputs[:, 0], states, 0).states
             outputs = outputs[:, self.head.first_slot :]
         plan = replace(plan, depth=min(plan.depth, outputs.shape[1]))
         run = partial(self._grown, outputs)
@@ -87,9 +83,8 @@ class SequentialBlockDrafter(BlockDrafter):
     def _grown(self, outputs: torch.Tensor, _: IntArray, level: Level) -> Beam | Scores:
         """Return the beam of all requests with its next layer, or scores; see ``Level.grown``."""
         depth = len(level.sizes) - 1
-        scores = Scores(
-            *self.head.after(level.tokens, outputs[:, depth], level.inherited_states, depth)
-        )
+        states = level.inherited_states
+        scores: Scores = self.head.after(level.tokens, outputs[:, depth], states, depth)
         if level.is_coupled:
             return scores._replace(logits=self.spread(scores.logits))
         vocabulary = self.head.vocabulary(self.vocab_size)
@@ -141,27 +136,18 @@ def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence
     )
 
 
-def block_rows(
-    head: DFlashHead, num_requests: int, depth: int, first: int | None = None
-) -> torch.Tensor:
+def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
     """Return the rows of a packed batch of blocks that predict the first ``depth`` positions after
     the roots.
 
-    Args:
-        head: the network.
-        num_requests: number of blocks.
-        depth: positions to predict; a block predicts ``num_proposals`` at most.
-        first: first token of each block whose row to return; None: the first that predicts.
+    A block predicts ``num_proposals`` positions at most.
 
     Returns:
         [num_requests * num_rows] int64, block after block.
     """
     starts = head.block_size * torch.arange(num_requests, device="cpu")
-    slots = torch.arange(
-        head.first_slot if first is None else first,
-        head.first_slot + min(depth, head.num_proposals),
-        device="cpu",
-    )
+    end = head.first_slot + min(depth, head.num_proposals)
+    slots = torch.arange(head.first_read_slot, end, device="cpu")
     return (starts[:, None] + slots).flatten()
 
 

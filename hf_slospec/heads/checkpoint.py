@@ -19,7 +19,7 @@ from hf_slospec.drafters.head import Head
 from hf_slospec.errors import IncompatibleDraftError, SLOSpecError, UnsupportedModelError
 from hf_slospec.heads.mtp import own_modules
 from hf_slospec.model.loading import listed, not_finite
-from hf_slospec.model.properties import input_device, vocab_size
+from hf_slospec.model.properties import input_device
 
 logger = logging.getLogger(__name__)
 Built = TypeVar("Built", bound=Head)
@@ -45,8 +45,7 @@ def fields_of_layers(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{source} has layers of type {kind!r}, which transformers does not know"
         )
-    own: dict[str, Any] = read_config(source, CONFIG_MAPPING[kind], nested).to_dict()
-    return own
+    return dict(read_config(source, CONFIG_MAPPING[kind], nested).to_dict())
 
 
 def check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:
@@ -64,24 +63,6 @@ def check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:
             "%s was trained with %s, a %s; this target is a %s: it may accept few of its proposals",
             checkpoint.source, verifier.get("name_or_path"), ", ".join(names), type(target).__name__,
         )  # fmt: skip
-
-
-def check_vocabulary(source: str, size: int | None, target: PreTrainedModel) -> None:
-    """Raise IncompatibleDraftError if a head's vocabulary is not the target's."""
-    if size != vocab_size(target):
-        raise IncompatibleDraftError(
-            f"{source} is for a vocabulary of {size} tokens; the target's has {vocab_size(target)}"
-        )
-
-
-def check_layers(source: str, layers: tuple[int, ...], num_layers: int) -> None:
-    """Raise IncompatibleDraftError if a target of this many layers lacks hidden states that a head
-    reads.
-    """
-    if not all(0 <= one <= num_layers for one in layers):
-        raise IncompatibleDraftError(
-            f"{source} reads the hidden states {layers} of a target that has 0 to {num_layers}"
-        )
 
 
 def shared_modules(

@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from hf_slospec.drafters.head import Head
+from hf_slospec.drafters.level import Scores
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.block_drafter import BlockDrafter, SequentialBlockDrafter
 from hf_slospec.model.properties import cache_option
@@ -74,6 +75,7 @@ class DFlashHead(Head):
         """
         super().__init__(config)
         self.block_size = int(self._setting("block_size", 16))
+        self.min_nodes = self.block_size
         self.mask_token_id = self._setting("mask_token_id")
         if self._setting("use_swa"):
             config.sliding_window = self._setting("swa_window_size")
@@ -131,12 +133,12 @@ class DFlashHead(Head):
     def _add_modules(self) -> None:
         """Add the modules of a variant, before weights are initialised."""
 
-    def _own_embeddings(self) -> nn.Module:
-        return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
-
     @property
-    def min_nodes(self) -> int:
-        return self.block_size
+    def first_read_slot(self) -> int:
+        """First token of a block whose outputs are read: the first that predicts, or the one before
+        it.
+        """
+        return self.first_slot
 
     @property
     def num_proposals(self) -> int:
@@ -189,11 +191,6 @@ class DFlashHead(Head):
     @property
     def _attentions(self) -> list[Any]:
         return [layer.self_attn for layer in self.layers]
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embeddings of block tokens."""
-        embeddings: nn.Module = self.embed_tokens
-        return embeddings
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the inputs of context tokens' K and V, [num_tokens, hidden]."""
@@ -333,13 +330,6 @@ class SequentialHead(DFlashHead):
     is_recurrent: bool = False  # nodes have states
 
     @property
-    def first_read_slot(self) -> int:
-        """First token of a block whose outputs are read: the first that predicts, or the one before
-        it.
-        """
-        return self.first_slot
-
-    @property
     def output_size(self) -> int:
         return int(self.draft_vocab_size + self.config.hidden_size)
 
@@ -360,19 +350,15 @@ class SequentialHead(DFlashHead):
 
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return logits of nodes' children, the children's states, and log probabilities that a
-        child is accepted.
+    ) -> Scores:
+        """Return the scores of nodes' children; ``log_acceptance`` is None if the head does not
+        predict it.
 
         Args:
             tokens: [num_rows, beam] int64, ids of the target.
             outputs: [num_rows, output_size], of the block token that predicts the children.
             states: [num_rows, beam, rank]; None unless nodes have states.
             depth: depth of the nodes; 0: roots.
-
-        Returns:
-            [num_rows, beam, draft_vocab], [num_rows, beam, rank] or None, and [num_rows, beam] f32
-            or None if the head does not predict it.
         """
         raise NotImplementedError
 

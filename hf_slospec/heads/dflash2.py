@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from hf_slospec.drafters.level import Scores
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.dflash import KNOWN, SequentialHead
 
@@ -34,10 +35,8 @@ class BlockConvolution(nn.Module):
         num_taps, hidden]
         """
         projected = self.kernel_projection(states).unflatten(-1, (*self.base_kernel.shape[:2], -1))
-        kernels: torch.Tensor = self.base_kernel + projected.repeat_interleave(
-            self.group_size, dim=-1
-        )
-        return kernels
+        delta: torch.Tensor = projected.repeat_interleave(self.group_size, dim=-1)
+        return self.base_kernel + delta
 
     @staticmethod
     def convolve(
@@ -83,9 +82,9 @@ class DFlash2Layer(Qwen3DecoderLayer):
         ]
         for norm, convolution, sublayer in sublayers:
             states = norm(hidden_states)
-            before, after = convolution.kernels(states).unbind(2)
-            states = sublayer(convolution.convolve(states, before, is_behind))
-            hidden_states = hidden_states + convolution.convolve(states, after, is_behind)
+            kernel_before, kernel_after = convolution.kernels(states).unbind(2)
+            states = sublayer(convolution.convolve(states, kernel_before, is_behind))
+            hidden_states = hidden_states + convolution.convolve(states, kernel_after, is_behind)
         return hidden_states
 
 
@@ -108,9 +107,9 @@ class CandidateSelector(nn.Module):
             hidden: [num_rows, hidden].
             candidates: [num_rows, num_candidates] int64, ids of the head.
         """
-        context = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]
-        scores: torch.Tensor = context @ self.successor_codebook[candidates].transpose(1, 2)
-        return scores
+        projected: torch.Tensor = self.hidden_projection(hidden)
+        context = self.predecessor_codebook[tokens] * projected[:, None]
+        return context @ self.successor_codebook[candidates].transpose(1, 2)
 
 
 class DFlash2Head(SequentialHead):
@@ -156,9 +155,9 @@ class DFlash2Head(SequentialHead):
 
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> Scores:
         logits, hidden = outputs.tensor_split((self.draft_vocab_size,), dim=-1)
         best = logits.topk(self.num_candidates, dim=-1)
         scores = best.values[:, None] + self.candidate_selector(tokens, hidden, best.indices)
         whole = scores.new_full((*tokens.shape, self.draft_vocab_size), -torch.inf)
-        return whole.scatter_(-1, best.indices[:, None].expand_as(scores), scores), None, None
+        return Scores(whole.scatter_(-1, best.indices[:, None].expand_as(scores), scores))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
+from hf_slospec.drafters.level import Scores
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.dflash import KNOWN, SequentialHead
 
@@ -52,14 +53,14 @@ class DominoHead(SequentialHead):
 
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> Scores:
         assert states is not None, "nodes have states"
         logits, hidden = self.by_node(outputs, tokens.shape[1])
         embeds = self.embed(tokens)
         states = self.prefix_gru(embeds.flatten(0, 1), states.flatten(0, 1)).view(*tokens.shape, -1)
         if depth >= self.num_uncorrected:
             logits = logits + self.embed_proj(torch.cat((hidden, states), dim=-1))
-        return logits, states, None
+        return Scores(logits, states)
 
 
 MARKOV_KINDS = {
@@ -165,7 +166,7 @@ class DSparkHead(SequentialHead):
 
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> Scores:
         logits, hidden = self.by_node(outputs, tokens.shape[1])
         features: Any = hidden
         if self.markov_head is not None:
@@ -174,8 +175,5 @@ class DSparkHead(SequentialHead):
             logits = logits + bias
             if self.reads_embeds:
                 features = torch.cat((hidden, embeds), dim=-1)
-        return (
-            logits,
-            states,
-            None if self.confidence_head is None else self.confidence_head(features),
-        )
+        confidence = None if self.confidence_head is None else self.confidence_head(features)
+        return Scores(logits, states, confidence)

@@ -143,9 +143,6 @@ class Eagle3Head(DraftHead):
         )
         self.rotary_emb = self.rotary_class(config)
 
-    def _own_embeddings(self) -> nn.Module:
-        return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
-
     def _first_layer(self) -> nn.Module:
         config: Any = self.config
         return Eagle3Layer(config, self.settings.norm_before_residual)
@@ -219,13 +216,9 @@ class PEagleHead(Eagle3Head):
         """
         super().__init__(*arguments)
         self.mask_token_id = mask_token_id
-        self.num_proposals = num_proposals
+        self.num_proposals = self.min_nodes = num_proposals
         # In a module, as loading takes the head's own modules: [1, 1, features].
         self.mask_entry = nn.ParameterDict({"hidden": torch.empty(1, 1, self.fc.in_features)})
-
-    @property
-    def min_nodes(self) -> int:
-        return self.num_proposals
 
     def mask_inputs(self, num_entries: int) -> torch.Tensor:
         """Return the inputs of mask entries, [num_entries, embedding + hidden]."""

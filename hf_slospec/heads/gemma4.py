@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig, PreTrainedConfig
+from transformers import Gemma4TextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4RMSNorm,
@@ -16,6 +16,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4TextScaledWordEmbedding,
 )
 
+from hf_slospec.drafters.head import Head
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.checkpoint import read_config
 from hf_slospec.heads.dflash import DFlashHead
@@ -47,9 +48,9 @@ def config_of_gemma4(source: str, fields: Mapping[str, Any]) -> Any:
     # would have a size.
     num_layers = fields.get("num_hidden_layers")
     layers = [FULL] * num_layers if isinstance(num_layers, int) else None
-    own = {"layer_types": layers, "hidden_size_per_layer_input": 0}
-    known = {name: value for name, value in fields.items() if name != "model_type"}
-    config = read_config(source, Gemma4TextConfig, known | own)
+    overrides = {"layer_types": layers, "hidden_size_per_layer_input": 0}
+    copied = {name: value for name, value in fields.items() if name != "model_type"}
+    config = read_config(source, Gemma4TextConfig, copied | overrides)
     rope = config.rope_parameters.get(FULL) or {}
     if (kind := rope.get("rope_type")) not in ("default", *ROPE_INIT_FUNCTIONS):
         raise UnsupportedModelError(
@@ -65,18 +66,24 @@ class FullRotaryEmbedding(Gemma4TextRotaryEmbedding):
         self, x: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines, [batch, num_tokens, head_dim] each."""
-        embeddings: tuple[torch.Tensor, torch.Tensor] = super().forward(x, position_ids, FULL)
-        return embeddings
+        cosines, sines = super().forward(x, position_ids, FULL)
+        return cosines, sines
 
 
-def scaled_embeddings(config: PreTrainedConfig) -> nn.Module:
-    """Return a head's own embeddings, which multiply by the root of the hidden size."""
-    size = config.hidden_size
-    padding: Any = None  # forwards do not read it
-    return Gemma4TextScaledWordEmbedding(config.vocab_size, size, padding, size**0.5)
+class Gemma4Head(Head):
+    """Base of heads with layers of Gemma 4."""
+
+    norm_class = Gemma4RMSNorm
+    rotary_class = FullRotaryEmbedding
+
+    def _own_embeddings(self) -> nn.Module:
+        """Return embeddings that multiply by the root of the hidden size."""
+        size = self.config.hidden_size
+        padding: Any = None  # forwards do not read it
+        return Gemma4TextScaledWordEmbedding(self.config.vocab_size, size, padding, size**0.5)
 
 
-class Gemma4DFlashHead(DFlashHead):
+class Gemma4DFlashHead(Gemma4Head, DFlashHead):
     """DFlash network of DeepSpec, which is DSpark without a Markov head.
 
     Values of its layers may be their keys before norm and rotation.
@@ -84,12 +91,7 @@ class Gemma4DFlashHead(DFlashHead):
 
     config_class = Gemma4TextConfig
     layer_class = Gemma4TextDecoderLayer
-    norm_class = Gemma4RMSNorm
-    rotary_class = FullRotaryEmbedding
     default_embedding_scale = None
-
-    def _own_embeddings(self) -> nn.Module:
-        return scaled_embeddings(self.config)
 
     def keys_and_values(
         self, attention: Any, combined: torch.Tensor
@@ -136,14 +138,8 @@ class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
         return output
 
 
-class Gemma4Eagle3Head(Eagle3Head):
+class Gemma4Eagle3Head(Gemma4Head, Eagle3Head):
     """EAGLE-3 network of DeepSpec."""
-
-    norm_class = Gemma4RMSNorm
-    rotary_class = FullRotaryEmbedding
-
-    def _own_embeddings(self) -> nn.Module:
-        return scaled_embeddings(self.config)
 
     def _first_layer(self) -> nn.Module:
         return Gemma4Eagle3Layer(self.config)

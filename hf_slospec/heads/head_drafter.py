@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.features import FeatureDrafter
-from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
+from hf_slospec.drafters.level import Level, Scores, Vocabulary
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.block_drafter import block_trees
 from hf_slospec.model.batch import NewTokens
@@ -60,23 +60,20 @@ class HeadDrafter(FeatureDrafter):
         run = partial(self._run, requests)
         return beam_search(requests, plan, network, run, self.packed.device, rows)
 
-    def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Beam | Scores:
+    def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Any:
         """Forward the last layer of the beam of some requests, or for roots the entries of all
-        waiting features.
+        waiting features; see ``Level.grown``.
         """
-        grown: Beam | Scores
         requests = [requests[index] for index in indices]
         if level.is_root:
-            grown = self._process(requests, level)
-            return grown
+            return self._process(requests, level)
         sequences = [self.sequences.of(request) for request in requests]
         # A token's entry has the position of the token before, whose feature it takes.
         positions = [len(request.tokens) - 2 for request in requests]
         parts = draft_nodes(self.packed, sequences, positions, level.sizes)
-        grown = self.sequences.draft(
+        return self.sequences.draft(
             parts, torch.arange(len(requests) * level.beam, device="cpu"), level
         )
-        return grown
 
     def _process(
         self,
@@ -96,21 +93,19 @@ class HeadDrafter(FeatureDrafter):
         num_masks = 0 if masks is None else len(masks)
         self.sequences.reserve(requests)
         for request in requests:
-            if not self.features.num_waiting(
-                request
-            ):  # a step was undone: forward the last entry again
+            # A step was undone: forward the last entry again.
+            if not self.features[request].num_tokens:
                 self.sequences.of(request).length -= 1
-        begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
-        lengths = [len(part) for part in features]
-        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-        tokens = [
-            r.tokens[begin + 1 : end + 1]
-            for r, begin, end in zip(requests, begins, ends, strict=True)
-        ]
-        ids = to_device(
-            torch.tensor([token for new in tokens for token in new], device="cpu"),
-            self.packed.device,
+        begins, features = zip(
+            *(self.features[request].take() for request in requests), strict=True
         )
+        lengths = [len(part) for part in features]
+        tokens = [
+            token
+            for request, begin, length in zip(requests, begins, lengths, strict=True)
+            for token in request.tokens[begin + 1 : begin + 1 + length]
+        ]
+        ids = to_device(torch.tensor(tokens, device="cpu"), self.packed.device)
         hidden = self.head.combine(torch.cat(features).to(self.packed.device))
         inputs = torch.cat((self.head.embed_tokens(ids), hidden), dim=-1).split(lengths)
         parts = []

@@ -155,14 +155,14 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
     if is_of_speculators:
         settings = {name: fields[name] for name in BLOCK_SETTINGS if name in fields}
         fields = fields_of_layers(source, fields) | settings
-    own = fields.get("dflash_config") or {}
+    nested = fields.get("dflash_config") or {}
     default = "domino" if checkpoint.is_named("domino") else "dflash"
-    projector = str(own.get("projector_type") or default).lower()
+    projector = str(nested.get("projector_type") or default).lower()
     if projector not in PROJECTORS:
         raise UnsupportedModelError(
             f"{source} has a projector of type {projector!r}; {', '.join(PROJECTORS)} can be loaded"
         )
-    sequential = _sequential_settings(source, fields | own, tensors)
+    sequential = _sequential_settings(source, fields | nested, tensors)
     is_sequential = bool(sequential["markov_rank"] or sequential["enable_confidence_head"])
     kind: type[DFlashHead] = DSparkHead if is_sequential else DFlashHead
     # Publishers of DSpark but speculators leave the setting out, and predict from the root on;
@@ -170,11 +170,11 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
     is_shifted = is_sequential or projector == "dspark" or checkpoint.is_named("dspark")
     if projector == "domino":
         kind = DominoHead
-        is_shifted = bool(own.get("shift_label"))
+        is_shifted = bool(nested.get("shift_label"))
     fields = {"sample_from_anchor": is_shifted and not is_of_speculators} | fields | sequential
     if any(name.startswith("candidate_selector.") for name in tensors):
         kind = DFlash2Head
-        options = fields | own
+        options = fields | nested
         fields |= {name: options.get(name, value) for name, value in DFLASH2_DEFAULTS.items()}
     unread = ("model_type", "architectures", "auto_map")
     fields = {name: value for name, value in fields.items() if name not in unread}
@@ -185,7 +185,7 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
     else:
         config = read_config(source, Qwen3Config, fields)
     num_layers = num_layers_of(target)
-    options = fields | own
+    options = fields | nested
     if is_of_speculators and not options.get("aux_hidden_state_layer_ids"):
         config.aux_hidden_state_layer_ids = default_feature_layers(num_layers)
     elif not options.get("target_layer_ids"):
@@ -222,7 +222,7 @@ def _sequential_settings(
     proj = tensors.get("confidence_head.proj.weight")
     rank = 0 if embeds is None else embeds.shape[1]
     kinds = (kind for part, kind in MARKOV_KINDS.items() if f"markov_head.{part}.weight" in tensors)
-    found: dict[str, Any] = {
+    by_tensors: dict[str, Any] = {
         "markov_rank": rank,
         "markov_head_type": next(kinds, "vanilla"),
         "enable_confidence_head": proj is not None,
@@ -230,9 +230,9 @@ def _sequential_settings(
         and proj.shape[1] != len(tensors["norm.weight"]),
     }  # fmt: skip
     applies = {"markov_head_type": rank > 0, "confidence_head_with_markov": proj is not None}
-    for name, value in found.items():
+    for name, value in by_tensors.items():
         if applies.get(name, True) and options.get(name) not in (None, value):
             raise UnsupportedModelError(
                 f"{source} has {name} {options[name]!r} in its config, and tensors of {name} {value!r}"
             )
-    return found
+    return by_tensors

@@ -18,9 +18,7 @@ from hf_slospec.drafters.head import Head
 from hf_slospec.drafters.registry import HeadFormat, head_formats, head_of
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
 from hf_slospec.heads.checkpoint import (
-    check_layers,
     check_verifier,
-    check_vocabulary,
     filled,
     hidden_size_of,
     num_layers_of,
@@ -29,7 +27,7 @@ from hf_slospec.heads.checkpoint import (
 )
 from hf_slospec.heads.layouts import Layout, block_layout, eagle3_layout
 from hf_slospec.heads.mtp import DraftHead, MtpHead, ShippedMtpHead
-from hf_slospec.model.properties import input_device
+from hf_slospec.model.properties import input_device, vocab_size
 
 Recognise = Callable[[Checkpoint], bool]
 Renames = Mapping[str, str]  # replacements by pattern, applied in order
@@ -121,12 +119,19 @@ def _load(
     plain = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read().items()}
     tensors = renamed({n: each for n, each in plain.items() if n not in IGNORED}, renames)
     config, build, draft_vocab = layout_of(checkpoint, target, tensors)
-    check_vocabulary(source, config.vocab_size, target)
+    if config.vocab_size != vocab_size(target):
+        raise IncompatibleDraftError(
+            f"{source} is for a vocabulary of {config.vocab_size} tokens; the target's has {vocab_size(target)}"
+        )
     target_ids = target_ids_of(source, tensors, draft_vocab, config.vocab_size)
     is_reduced = target_ids is not None
     shared = shared_modules(source, config.hidden_size, tensors, is_reduced, target)
     head: Head = filled(checkpoint, target, lambda: build(*shared), tensors, UnsupportedModelError)
-    check_layers(source, head.feature_layers, num_layers_of(target))
+    num_layers = num_layers_of(target)
+    if not all(0 <= layer <= num_layers for layer in head.feature_layers):
+        raise IncompatibleDraftError(
+            f"{source} reads the hidden states {head.feature_layers} of a target that has 0 to {num_layers}"
+        )
     if target_ids is not None:
         head.set_vocabulary(target_ids.to(input_device(target)))
     return head
@@ -160,11 +165,11 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
         )
     checkpoint = open_checkpoint(source)
     if _mtp_layout_of(checkpoint) is None:
-        others = sorted(name for name in checkpoint.files if "mtp" in name or "nextn" in name)
+        mtp_names = sorted(name for name in checkpoint.files if "mtp" in name or "nextn" in name)
         raise UnsupportedModelError(
-            f"{source} has MTP layers in a layout that is not implemented, with tensors such as {others[0]}; those of "
-            "Qwen3-Next (mtp.fc.weight) and MiMo (model.mtp_layers.0.input_proj.weight) can be loaded"
-            if others
+            f"{source} has MTP layers in a layout that is not implemented, with tensors such as {mtp_names[0]}; those "
+            "of Qwen3-Next (mtp.fc.weight) and MiMo (model.mtp_layers.0.input_proj.weight) can be loaded"
+            if mtp_names
             else f"{source} has no MTP layer: there is no tensor named mtp.fc.weight"
         )
     return _load_mtp(checkpoint, target)
@@ -216,20 +221,13 @@ def _speculators(*kinds: str) -> Recognise:
     return lambda checkpoint: checkpoint.config.get("speculators_model_type") in kinds
 
 
-def _named(*parts: str) -> Recognise:
-    return lambda checkpoint: checkpoint.is_named(*parts)
-
-
-def _has(pattern: str) -> Recognise:
-    return lambda checkpoint: any(re.search(pattern, name) for name in checkpoint.files)
-
-
-def _either(*recognise: Recognise) -> Recognise:
-    return lambda checkpoint: any(each(checkpoint) for each in recognise)
-
-
-def _unless_speculators(recognise: Recognise) -> Recognise:
-    return lambda c: "speculators_model_type" not in c.config and recognise(c)
+def _marks(*names: str, tensor: str | None = None, field: str | None = None) -> Recognise:
+    """Recognise a class by a part of its name, a tensor by a pattern or a field of the config."""
+    return lambda checkpoint: (
+        checkpoint.is_named(*names)
+        or field in checkpoint.config
+        or (tensor is not None and any(re.search(tensor, name) for name in checkpoint.files))
+    )
 
 
 load_eagle3 = partial(_load, EAGLE3_NAMES, eagle3_layout)
@@ -237,48 +235,28 @@ load_block = partial(_load, BLOCK_NAMES, block_layout)
 FORMATS = (
     HeadFormat(
         "a Medusa head (FasterDecoding)",
-        _either(_has(r"^medusa_head\."), _named("medusa")),
+        _marks("medusa", tensor=r"^medusa_head\."),
         reason=", as its residual blocks, one for each position, are not implemented",
     ),
     HeadFormat(
         "a Hydra head",
-        _named("hydra"),
+        _marks("hydra"),
         reason=", as its MLPs over the tokens drafted before are not implemented",
     ),
     HeadFormat(
         "an MLP speculator of IBM",
-        _named("mlpspeculator"),
+        _marks("mlpspeculator"),
         reason=", as its MLPs over the last hidden state are not implemented",
     ),
     HeadFormat(
         "a MuseGlimmer assistant of transformers",
-        _named("museglimmerassistant"),
+        _marks("museglimmerassistant"),
         reason=", as its network is not implemented",
     ),
     HeadFormat("EAGLE-3 and P-EAGLE of speculators", _speculators("eagle3", "peagle"), load_eagle3),
     HeadFormat(
-        "EAGLE-3 and P-EAGLE",
-        _unless_speculators(
-            _either(
-                _named("eagle3"), _has(r"^(model\.)?(midlayer\.hidden_norm\.weight|mask_hidden)$")
-            )
-        ),
-        load_eagle3,
-    ),
-    HeadFormat(
         "DFlash, DFlash2 and DSpark of speculators",
         _speculators("dflash", "dflash2", "dspark"),
-        load_block,
-    ),
-    HeadFormat(
-        "DFlash, DFlash2, DSpark and Domino",
-        _unless_speculators(
-            _either(
-                _named("dflash", "dspark", "domino"),
-                lambda checkpoint: "dflash_config" in checkpoint.config,
-                _has(r"markov_w1\.|candidate_selector\."),
-            )
-        ),
         load_block,
     ),
     HeadFormat(
@@ -288,11 +266,27 @@ FORMATS = (
     ),
     HeadFormat(
         "a head of type {speculators_model_type!r} of speculators",
-        lambda checkpoint: checkpoint.config.get("speculators_model_type") is not None,
+        _marks(field="speculators_model_type"),
+    ),
+    HeadFormat(
+        "EAGLE-3 and P-EAGLE",
+        _marks("eagle3", tensor=r"^(model\.)?(midlayer\.hidden_norm\.weight|mask_hidden)$"),
+        load_eagle3,
+    ),
+    HeadFormat(
+        "DFlash, DFlash2, DSpark and Domino",
+        _marks(
+            "dflash",
+            "dspark",
+            "domino",
+            field="dflash_config",
+            tensor=r"markov_w1\.|candidate_selector\.",
+        ),
+        load_block,
     ),
     HeadFormat(
         "an EAGLE-1, EAGLE-2 or HASS head",
-        _has(r"^fc\.weight$"),
+        _marks(tensor=r"^fc\.weight$"),
         reason=": it has fc.weight, and is no EAGLE-3",
     ),
 )

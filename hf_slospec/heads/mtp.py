@@ -27,11 +27,6 @@ class DraftHead(Head):
     replaces the feature."""
 
     drafter_class = HeadDrafter
-    embed_tokens: nn.Module  # the target's or the head's own
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embeddings of the target's tokens."""
-        return self.embed_tokens
 
     @property
     def hidden_size(self) -> int:
@@ -247,8 +242,7 @@ class ShippedMtpHead(_TargetLayerHead):
         return rotary_emb(embeds, position_ids=position_ids, **by_type)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.mtp._project_to_logits(states)
-        return logits
+        return self.mtp._project_to_logits(states)
 
 
 def _config_of_layer(target: PreTrainedModel) -> Any:

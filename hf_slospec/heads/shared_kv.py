@@ -12,7 +12,7 @@ import torch
 from hf_slospec.drafters.assistant import check_device, check_vocabulary
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores
-from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.methods import DraftMethod, Room, with_roots
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import IncompatibleDraftError
@@ -20,7 +20,7 @@ from hf_slospec.model.attention.backends import Backend
 from hf_slospec.model.attention.hook import AttentionHook, active_hook
 from hf_slospec.model.batch import AttentionRules, CachedSequence, PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
-from hf_slospec.model.measure import Size, measure_by
+from hf_slospec.model.measure import Size, measure
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating, input_device
@@ -170,9 +170,7 @@ class SharedKVDrafter(Drafter):
     It keeps the target's last hidden state of each request.
     """
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return (LAST_HIDDEN,)
+    feature_layers = (LAST_HIDDEN,)
 
     def __init__(self, assistant: Any, vocab_size: int):
         """``vocab_size`` is the target's."""
@@ -191,19 +189,19 @@ class SharedKVDrafter(Drafter):
         )  # a view would keep all features alive
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        ready = [request for request in requests if self._is_ready(request)]
+        # All tokens but the root have K/V, and the last of them has its feature.
+        ready = [
+            request
+            for request in requests
+            if self._last.get(request, (0, None))[0]
+            == self._sequences.num_cached(request)
+            == len(request.tokens) - 1
+        ]
         trees = dict[Request, TokenTree]()
         if ready:
             with as_memory_error(), evaluating(self.assistant):
                 trees = dict(zip(ready, self._draft(ready, plan), strict=True))
-        return [
-            trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
-        ]
-
-    def _is_ready(self, request: Request) -> bool:
-        """Return whether all tokens but the root have K/V, and the last of them has its feature."""
-        num_tokens, _ = self._last.get(request, (0, None))
-        return num_tokens == self._sequences.num_cached(request) == len(request.tokens) - 1
+        return with_roots(requests, trees)
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         states = torch.stack([self._last[request][1] for request in requests])
@@ -257,13 +255,9 @@ class Gemma4Method(DraftMethod):
 
     assistant: Any
 
-    @property
-    def kind(self) -> str:
-        return "Gemma 4 assistant"
+    kind = "Gemma 4 assistant"
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return (LAST_HIDDEN,)
+    feature_layers = (LAST_HIDDEN,)
 
     def check(self, target: Any) -> None:
         check_vocabulary(self.assistant, target)
@@ -309,7 +303,7 @@ class Gemma4Method(DraftMethod):
 
     def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
         with evaluating(self.assistant):
-            return measure_by(LevelTimer(self.assistant, target), limit_s).fit()
+            return measure(LevelTimer(self.assistant, target), limit_s).fit()
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return SharedKVDrafter(self.assistant, room.vocab_size)

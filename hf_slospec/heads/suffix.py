@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hf_slospec.drafters.lookup import ForeseenNoise
+from hf_slospec.drafters.lookup import ProbGivenNoise, prob_given_noise
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.past_answers import (
     NUM_COMPARED,
@@ -47,8 +47,7 @@ def new_cache(max_outputs: int) -> SuffixDecodingCache:
     """
     need("suffix", "the drafter suffix")
     module = import_module("arctic_inference.suffix_decoding")
-    cache: SuffixDecodingCache = module.SuffixDecodingCache(TREE_DEPTH, max_outputs)
-    return cache
+    return module.SuffixDecodingCache(TREE_DEPTH, max_outputs)
 
 
 def speculated(
@@ -96,14 +95,17 @@ class AnswerTrees:
         tree.add_active_response(key, [*(answer.context if group.prompt else []), *answer.tokens])
 
     def begin(self, key: int, answer: PastAnswer) -> None:
+        """Add an answer."""
         for group in self._trees.keys() & answer.groups:
             self._begin_in(group, key, answer)
 
     def append(self, key: int, answer: PastAnswer, tokens: Sequence[int]) -> None:
+        """Add tokens to an answer."""
         for group in self._trees.keys() & answer.groups:
             self._trees[group].add_active_response(key, tokens)
 
     def close(self, key: int, answer: PastAnswer) -> None:
+        """End an answer."""
         for group in self._trees.keys() & answer.groups:
             self._trees[group].stop_request(key)
         same = answer.groups[0]
@@ -111,6 +113,7 @@ class AnswerTrees:
             self._trees.pop(same, None)  # built again for the next request with this prompt
 
     def drop(self, key: int, answer: PastAnswer) -> None:
+        """Remove an answer."""
         for group in self._trees.keys() & answer.groups:
             tree = self._trees[group]
             if answer.is_open:
@@ -183,10 +186,10 @@ class SuffixDrafter(Drafter):
         ):  # new, seen again after release, or rolled back
             tree = self._trees[request] = _RequestTree()
         tree.append(tokens[tree.num_tokens :])
-        own = speculated(tree.cache, TEXT, tokens[-TREE_DEPTH:], max_nodes)
+        of_text = speculated(tree.cache, TEXT, tokens[-TREE_DEPTH:], max_nodes)
         if self.past is None:
-            return [own]
-        return [own, *self.past.index(AnswerTrees).continuations(request, max_nodes)]
+            return [of_text]
+        return [of_text, *self.past.index(AnswerTrees).continuations(request, max_nodes)]
 
 
 def _trees(request: Request, plan: Plan, drafts: Sequence[SuffixDecodingDraft]) -> list[TokenTree]:
@@ -197,10 +200,10 @@ def _trees(request: Request, plan: Plan, drafts: Sequence[SuffixDecodingDraft]) 
         for token, depth in zip(draft.token_ids, token_depths[1:], strict=True):
             if depth <= plan.depth:
                 levels[depth - 1].add(token)
-    noise = ForeseenNoise(request, levels)
+    given_noise = prob_given_noise(request, levels)
     root = request.tokens[-1]
     return [
-        _converted(root, *pair, noise).up_to(plan.depth)
+        _converted(root, *pair, given_noise).up_to(plan.depth)
         for pair in zip(drafts, depths, strict=True)
     ]
 
@@ -214,7 +217,7 @@ def _depths(draft: SuffixDecodingDraft) -> list[int]:
 
 
 def _converted(
-    root: int, draft: SuffixDecodingDraft, depths: Sequence[int], noise: ForeseenNoise
+    root: int, draft: SuffixDecodingDraft, depths: Sequence[int], given_noise: ProbGivenNoise
 ) -> TokenTree:
     """Return a draft as a token tree, with probabilities that rise with the match's length.
 
@@ -232,7 +235,7 @@ def _converted(
         prob = min(shares[node] / shares[parent + 1], 1.0) * (
             1.0 - 1.0 / (1.0 + max(evidence, 0.0))
         )
-        path_probs.append(path_probs[parent + 1] * noise.given(prob, depths[node], token))
+        path_probs.append(path_probs[parent + 1] * given_noise(prob, depths[node], token))
     return TokenTree(
         np.array([root, *draft.token_ids]),
         np.array([-1, *(parent + 1 for parent in draft.parents)]),
@@ -244,9 +247,7 @@ def _converted(
 class SuffixMethod(DraftMethod):
     """Suffix trees of the request's tokens and, if these are given, of past answers."""
 
-    @property
-    def kind(self) -> str:
-        return "suffix trees"
+    kind = "suffix trees"
 
     def __init__(self, past: PastAnswers | None = None):
         """Make the trees, which all engines share; see :class:`SuffixDrafter`."""

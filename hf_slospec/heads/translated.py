@@ -54,16 +54,8 @@ class TranslatedDrafter(AssistantDrafter):
     Requests whose translated tokens do not fit into ``max_slots`` get trees that are only roots.
     """
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        max_nodes: int,
-        translation: TokenTranslation,
-        max_slots: int | None = None,
-        max_kept: float | None = None,
-    ):
-        super().__init__(packed, max_nodes, len(translation.draft_id_of), max_slots, max_kept)
-        self.network = TranslatedNetwork(translation, packed.device)
+    def __init__(self, packed: PackedModel, room: Room, translation: TokenTranslation):
+        super().__init__(packed, room, TranslatedNetwork(translation, packed.device))
         self.translation = translation
         self._translated = dict[Request, DraftTokens]()
 
@@ -110,9 +102,7 @@ class TranslatedMethod(AssistantMethod):
 
     translation: TokenTranslation
 
-    @property
-    def kind(self) -> str:
-        return "assistant model with another tokenizer"
+    kind = "assistant model with another tokenizer"
 
     def check(self, target: Any) -> None:
         check_device(self.assistant, target)
@@ -120,9 +110,7 @@ class TranslatedMethod(AssistantMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        return TranslatedDrafter(
-            draft, room.max_nodes, self.translation, room.max_slots, room.max_kept
-        )
+        return TranslatedDrafter(draft, room, self.translation)
 
 
 def translated_method(

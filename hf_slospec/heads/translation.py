@@ -38,7 +38,12 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._backend = self._copy_of_backend(tokenizer)
+        self._backend: Any | None = None  # of a tokenizer that is not written in Python
+        if tokenizer.is_fast:
+            self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+            self._backend.no_padding()
+            self._backend.no_truncation()
+            self._backend.encode_special_tokens = True  # a special token's name in a text is text
         added = tokenizer.added_tokens_decoder
         self.special = {
             *tokenizer.all_special_ids,
@@ -63,28 +68,6 @@ class TokenTexts:
             self.keys[number]: number
             for number in sorted(self.keys, key=lambda token: (ranks[token], token))
         }
-
-    @staticmethod
-    def _copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Any | None:
-        """Return a copy without padding and truncation; None for a tokenizer written in Python."""
-        if not tokenizer.is_fast:
-            return None
-        backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        backend.no_padding()
-        backend.no_truncation()
-        backend.encode_special_tokens = True  # a special token's name in a text is text
-        return backend
-
-    @property
-    def begins_with_bos(self) -> bool:
-        """Return whether the tokenizer begins every text with bos."""
-        bos = self._tokenizer.bos_token_id
-        return bos is not None and self._tokenizer("")["input_ids"][:1] == [bos]
-
-    @property
-    def adds_space(self) -> bool:
-        """Return whether the tokenizer puts a space before a text."""
-        return self.text(self.split("x")[:1]).startswith(b" ")
 
     def text(self, tokens: Sequence[int]) -> bytes:
         """Return the text of tokens."""
@@ -201,9 +184,10 @@ class TokenTranslation:
         self._by_device = dict[torch.device, tuple[Vocabulary, torch.Tensor, torch.Tensor]]()
         self._with_role = {getattr(target_tokenizer, role) for role in (*ROLES, "pad_token_id")}
         self._special = {number: self._translated_special(number) for number in self.target.special}
-        self._adds_space = self.target.adds_space
+        self._adds_space = self.target.text(self.target.split("x")[:1]).startswith(b" ")
         bos = draft_tokenizer.bos_token_id
-        self._prefix = [bos] if self.draft.begins_with_bos else []
+        begins_with_bos = bos is not None and draft_tokenizer("")["input_ids"][:1] == [bos]
+        self._prefix = [bos] if begins_with_bos else []
         self.filler = (
             int(self.draft_ids[0]) if bos is None else bos
         )  # the only token of an empty translation
@@ -341,26 +325,28 @@ class DraftTokens:
         committed = self._request.tokens
         if self._num_seen == len(committed):
             return len(self.tokens)
-        kept = self._last_cut(self._num_seen - WINDOW)
-        context = self._last_cut(kept.target - WINDOW)
+        anchor = self._last_cut(self._num_seen - WINDOW)
+        context = self._last_cut(anchor.target - WINDOW)
         stretch = self._translation.translate(committed[context.target :], not context.target)
         after = next(
-            (cut.draft for cut in stretch.cuts if context.target + cut.target == kept.target), None
+            (cut.draft for cut in stretch.cuts if context.target + cut.target == anchor.target),
+            None,
         )
         if after is None:  # the new tokens have changed those around the cut
-            kept = context = Cut(0, 0)
+            anchor = context = Cut(0, 0)
             stretch = self._translation.translate(committed)
             after = 0
-        old = self.tokens[kept.draft :]
+        old = self.tokens[anchor.draft :]
         new = stretch.tokens[after:]
-        self.tokens = self.tokens[: kept.draft] + new or [self._translation.filler]
+        self.tokens = self.tokens[: anchor.draft] + new or [self._translation.filler]
         moved = [
-            Cut(context.target + cut.target, kept.draft + cut.draft - after) for cut in stretch.cuts
+            Cut(context.target + cut.target, anchor.draft + cut.draft - after)
+            for cut in stretch.cuts
         ]
-        self._cuts = [cut for cut in self._cuts if cut.target <= kept.target]
-        self._cuts = (self._cuts + [cut for cut in moved if cut.target > kept.target])[-MAX_CUTS:]
+        self._cuts = [cut for cut in self._cuts if cut.target <= anchor.target]
+        self._cuts = (self._cuts + [cut for cut in moved if cut.target > anchor.target])[-MAX_CUTS:]
         self._num_seen = len(committed)
-        return kept.draft + num_common(old, new)
+        return anchor.draft + num_common(old, new)
 
     def _last_cut(self, num_tokens: int) -> Cut:
         """Return the last cut behind at most ``num_tokens`` of the target's tokens; the start if

@@ -115,9 +115,8 @@ def compare(
     num_requests = sum(len(load.jobs) for _, load, _ in simulations)
     with tqdm(total=num_requests, unit=" requests", disable=not sys.stderr.isatty()) as bar:
         while simulations:
-            system, load, simulation = simulations.pop(
-                0
-            )  # removed, so that its memory is freed after its run
+            # Removed, so that its memory is freed after its run
+            system, load, simulation = simulations.pop(0)
             bar.set_description(f"{system} at {load.label}")
             runs[system].append(simulation.run(system, on_end=bar.update))
     return runs
@@ -128,7 +127,10 @@ TABLE_WIDTH = 80  # columns that a table needs; longer names of systems are fold
 
 def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Table:
     """Return a table with a line per load and system."""
-    title = f"Attainment by metric {metric}; goodput: tokens/s of requests that attained; nodes: verified per step"
+    title = (
+        f"Attainment by metric {metric}; goodput: tokens/s of requests that attained; "
+        "nodes: verified per step"
+    )
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
     result.add_column("load", no_wrap=True)
     result.add_column("system", overflow="fold", min_width=12)
@@ -139,11 +141,18 @@ def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Tab
             figures = system_runs[index].summary(METRICS[metric])
             attained = figures["attainment"]
             result.add_row(
-                load.label, system, "" if attained is None else f"{attained:.1%}", f"{figures['goodput']:.0f}",
-                f"{figures['throughput']:.0f}", f"{figures['tpot_ms'] or 0.0:.1f} ms", f"{figures['ttft_s']:.2f} s",
-                f"{figures['tokens_per_request_and_step']:.2f}", f"{figures['nodes_per_step']:.0f}",
-                style="bold" if system == "auto" else None, end_section=system == list(runs)[-1],
-            )  # fmt: skip
+                load.label,
+                system,
+                "" if attained is None else f"{attained:.1%}",
+                f"{figures['goodput']:.0f}",
+                f"{figures['throughput']:.0f}",
+                f"{figures['tpot_ms'] or 0.0:.1f} ms",
+                f"{figures['ttft_s']:.2f} s",
+                f"{figures['tokens_per_request_and_step']:.2f}",
+                f"{figures['nodes_per_step']:.0f}",
+                style="bold" if system == "auto" else None,
+                end_section=system == list(runs)[-1],
+            )
     return result
 
 

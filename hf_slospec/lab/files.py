@@ -7,7 +7,6 @@ import io
 import json
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,6 +126,20 @@ def _skip_separators(text: str, at: int) -> int:
 MAX_REQUEST_TOKENS = MAX_PRIORITY = 1_000_000
 REQUIRED = ("arrival_s", "input_tokens", "output_tokens")
 OPTIONAL = ("slo", "slo_ratio", "ttft_s", "class", "priority", "max_new_tokens")
+SLOS = ("slo", "slo_ratio", "ttft_s")
+COUNT = (int, 1, MAX_REQUEST_TOKENS)
+SECONDS = (float, 0.0, MAX_TIME_S)
+# Type, minimum and maximum of the columns of numbers
+NUMBERS: dict[str, tuple[type[int] | type[float], float, float]] = {
+    "arrival_s": SECONDS,
+    "input_tokens": COUNT,
+    "output_tokens": COUNT,
+    "slo": SECONDS,
+    "slo_ratio": (float, -1e6, 1e6),
+    "ttft_s": SECONDS,
+    "priority": (int, -MAX_PRIORITY, MAX_PRIORITY),
+    "max_new_tokens": COUNT,
+}
 
 
 def read_trace(path: Path, base_tpot_s: float | None = None) -> list[Job]:
@@ -160,7 +173,8 @@ def _jobs(path: Path, reader: csv.DictReader[str], base_tpot_s: float | None) ->
         )
     if unknown := [name for name in names if name not in (*REQUIRED, *OPTIONAL)]:
         raise InvalidFileError(
-            f"{path}:1: unknown column {', '.join(unknown)}; known: {', '.join(REQUIRED + OPTIONAL)}"
+            f"{path}:1: unknown column {', '.join(unknown)}; known: "
+            f"{', '.join(REQUIRED + OPTIONAL)}"
         )
     if "slo" in names and "slo_ratio" in names:
         raise InvalidFileError(
@@ -172,85 +186,65 @@ def _jobs(path: Path, reader: csv.DictReader[str], base_tpot_s: float | None) ->
         )
     if len(set(names)) < len(names):
         raise InvalidFileError(f"{path}:1: two columns have the same name; rename one")
-    jobs = [_job(_Line(path, reader.line_num, row), base_tpot_s) for row in reader]
+    jobs = [_job(f"{path}:{reader.line_num}", row, base_tpot_s) for row in reader]
     if not jobs:
         raise InvalidFileError(f"{path}: contains no requests; add a line for each")
     return sorted(jobs, key=lambda job: job.arrival_s)
 
 
-@dataclass(frozen=True)
-class _Line:
-    """Fields of one request, with file and line for error messages."""
-
-    path: Path
-    number: int
-    fields: dict[str, str | None]
-
-    def text(self, name: str) -> str:
-        """Return a field without surrounding whitespace; empty if it is missing."""
-        return (self.fields.get(name) or "").strip()
-
-    def fault(self, name: str, message: str) -> InvalidFileError:
-        """Return an error that names file, line and column."""
-        return InvalidFileError(f"{self.path}:{self.number}: column {name}: {message}")
-
-    def value(
-        self, name: str, kind: type[int] | type[float], minimum: float, maximum: float
-    ) -> float | None:
-        """Return a number within limits; None if the field is empty."""
-        text = self.text(name)
-        if not text:
-            if name in REQUIRED:
-                raise self.fault(name, "is empty")
-            return None
-        shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
+def _job(where: str, row: dict[str, str | None], base_tpot_s: float | None) -> Job:
+    """Return the request of a line; ``where`` is its file and number."""
+    if "" in row:
+        raise InvalidFileError(f"{where}: has more fields than the header; remove them")
+    texts = {name: (text or "").strip() for name, text in row.items()}
+    values: dict[str, Any] = {}
+    for name in NUMBERS:
         try:
-            value = kind(text)
+            values[name] = _number(name, texts.get(name, ""))
         except ValueError as error:
-            raise self.fault(name, f"{shown} is not a {'whole ' * (kind is int)}number") from error
-        if not minimum <= value <= maximum:
-            raise self.fault(name, f"{shown} is not within {minimum:.15g}..{maximum:.15g}")
-        return value
-
-    def count(self, name: str) -> int | None:
-        """Return a number of tokens; None if the field is empty."""
-        value = self.value(name, int, 1, MAX_REQUEST_TOKENS)
-        return None if value is None else int(value)
-
-    def slo_s(self, name: str) -> float | None:
-        """Return an SLO in seconds; None if the field is empty."""
-        value = self.value(name, float, 0.0, MAX_TIME_S)
-        if value == 0.0:
-            raise self.fault(name, "an SLO of 0 cannot be attained; leave the field empty for none")
-        return value
-
-
-def _job(line: _Line, base_tpot_s: float | None) -> Job:
-    if "" in line.fields:
+            raise InvalidFileError(f"{where}: column {name}: {error}") from error
+    num_output = values["output_tokens"]
+    max_new_tokens = values["max_new_tokens"]
+    if max_new_tokens is not None and max_new_tokens < num_output:
         raise InvalidFileError(
-            f"{line.path}:{line.number}: has more fields than the header; remove them"
+            f"{where}: column max_new_tokens: {max_new_tokens} is less than the {num_output} "
+            "output_tokens"
         )
-    tpot_slo_s = line.slo_s("slo")
-    ratio = line.value("slo_ratio", float, -1e6, 1e6)
-    if ratio == 0.0:
-        raise line.fault(
-            "slo_ratio", "an SLO of 0 cannot be attained; leave the field empty for none"
-        )
+    tpot_slo_s = values["slo"]
+    ratio = values["slo_ratio"]
     if ratio is not None and base_tpot_s is not None:
         tpot_slo_s = ratio * base_tpot_s if ratio > 0.0 else -ratio / 1e3
-    num_output = line.count("output_tokens") or 1
-    max_new_tokens = line.count("max_new_tokens")
-    if max_new_tokens is not None and max_new_tokens < num_output:
-        raise line.fault(
-            "max_new_tokens", f"{max_new_tokens} is less than the {num_output} output_tokens"
-        )
+    kind = "none" if tpot_slo_s is None else f"{1e3 * tpot_slo_s:g} ms"
     return Job(
-        arrival_s=line.value("arrival_s", float, 0.0, MAX_TIME_S) or 0.0,
-        input_tokens=line.count("input_tokens") or 1,
-        output_tokens=num_output,
-        tpot_slo_s=tpot_slo_s,
-        ttft_slo_s=line.slo_s("ttft_s"),
-        kind=line.text("class") or ("none" if tpot_slo_s is None else f"{1e3 * tpot_slo_s:g} ms"),
-        priority=int(line.value("priority", int, -MAX_PRIORITY, MAX_PRIORITY) or 0),
+        values["arrival_s"],
+        values["input_tokens"],
+        num_output,
+        tpot_slo_s,
+        ttft_slo_s=values["ttft_s"],
+        kind=texts.get("class") or kind,
+        priority=values["priority"] or 0,
         max_new_tokens=max_new_tokens,
     )
+
+
+def _number(name: str, text: str) -> float | None:
+    """Return a field as a number; None if it is empty.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if not text:
+        if name in REQUIRED:
+            raise ValueError("is empty")
+        return None
+    kind, minimum, maximum = NUMBERS[name]
+    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise ValueError(f"{shown} is not a {'whole ' * (kind is int)}number") from error
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{shown} is not within {minimum:.15g}..{maximum:.15g}")
+    if name in SLOS and not value:
+        raise ValueError("an SLO of 0 cannot be attained; leave the field empty for none")
+    return value

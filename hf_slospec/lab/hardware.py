@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasPath, BaseModel, ConfigDict, Field, model_validator
 
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
@@ -147,33 +147,15 @@ class HardwareFile(BaseModel):
         )
 
 
-class Profiled(BaseModel):
-    """Results of ``profile`` for one model; other keys are ignored."""
-
-    fit: ForwardFile
-
-
-class ProfiledTarget(BaseModel):
-    """Results of ``profile`` for the target."""
-
-    fit: TargetFile
-
-
-class ProfiledModels(BaseModel):
-    """Results of ``profile`` for both models."""
-
-    target: ProfiledTarget
-    draft: Profiled
-
-
 class ProfileFile(BaseModel):
     """The file that ``profile --json`` writes; other keys are ignored."""
 
-    results: ProfiledModels
+    target: TargetFile = Field(validation_alias=AliasPath("results", "target", "fit"))
+    draft: ForwardFile = Field(validation_alias=AliasPath("results", "draft", "fit"))
 
     def hardware(self) -> Hardware:
         """Return the latencies in seconds; further costs of a step are 0."""
-        return HardwareFile(target=self.results.target.fit, draft=self.results.draft.fit).hardware()
+        return Hardware(self.target.cost(), self.draft.cost())
 
 
 def hardware_of(name: str) -> Hardware:
@@ -196,6 +178,6 @@ def hardware_of(name: str) -> Hardware:
             f"{path}: is a folder, not a latency file; give the path of the file"
         )
     text, data = read_json(path)
-    if isinstance(data, dict) and "results" in data:
-        return validated(ProfileFile, path, text, data).hardware()
-    return validated(HardwareFile, path, text, data).hardware()
+    is_profile = isinstance(data, dict) and "results" in data
+    model: type[ProfileFile | HardwareFile] = ProfileFile if is_profile else HardwareFile
+    return validated(model, path, text, data).hardware()

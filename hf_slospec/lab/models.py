@@ -6,8 +6,10 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
@@ -75,14 +77,13 @@ class SimulatedTarget(Target):
         self._continued = continued or {}
         self._to_come = set(self._continued.values())
         self._held: dict[int, int] = {}  # tokens of running requests at their longest, by index
-        self._kept: dict[
-            int, int
-        ] = {}  # tokens of finished requests with K/V, by index, the oldest first
+        # Tokens of finished requests with K/V, by index, the oldest first
+        self._kept: dict[int, int] = {}
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
-        """Advance the clock by one forward of the trees and the chunks.  -> one chooser per request"""
+        """Advance the clock by one forward of trees and chunks.  -> one chooser per request"""
         num_nodes = sum(tree.num_nodes for tree in trees)
         num_prefill_tokens = sum(r.num_uncached - 1 for r in requests) + sum(
             chunk.num_tokens for chunk in chunks
@@ -178,7 +179,10 @@ class SimulatedDrafter(Drafter):
         weights = np.array([[plan.weight_of(request)] for request in requests])
         num_levels = np.ones(num_requests, dtype=np.int64)
         is_drafting: BoolArray = num_levels > 0
-        levels = [self._expand(requests, None, 0, plan.width)]
+        ones = np.ones((num_requests, 1))
+        roots = np.array([[request.tokens[-1]] for request in requests])
+        levels = [_Level(ones, ones, ones > 0.0, roots, np.full_like(roots, -1))]
+        levels.append(self._expand(requests, levels[0], 0, plan.width))
         for depth in range(1, plan.depth):
             path_probs = levels[-1].path_probs
             if plan.goes_on is not None:
@@ -203,36 +207,19 @@ class SimulatedDrafter(Drafter):
             levels.append(self._expand(requests, levels[-1], depth, plan.width))
             num_levels += is_drafting
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
-        trees = [
-            tree.up_to(depth)
-            for tree, depth in zip(self._trees(requests, levels), num_levels.tolist(), strict=True)
-        ]
-        if self.library.matched == 1.0:
-            return trees
-        is_matched = (
-            self._rng.random(len(requests)) < self.library.matched
-        )  # as if prompt lookup had a match
-        return [
-            tree if has_match else tree.up_to(0)
-            for tree, has_match in zip(trees, is_matched, strict=True)
-        ]
+        if self.library.matched < 1.0:  # as if prompt lookup had no match
+            num_levels[self._rng.random(num_requests) >= self.library.matched] = 0
+        pairs = zip(self._trees(levels), num_levels.tolist(), strict=True)
+        return [tree.up_to(depth) for tree, depth in pairs]
 
     def release(self, request: Request) -> None:
         """Drop the request's K/V of the draft."""
         self._num_cached.pop(request, None)
 
-    def _expand(
-        self, requests: Sequence[Request], above: _Level | None, depth: int, width: int
-    ) -> _Level:
-        """Return the ``width`` most probable children of each request's nodes of a level.
-
-        Args:
-            above: the level; None: the roots.
-            depth: depth of the level.
+    def _expand(self, requests: Sequence[Request], above: _Level, depth: int, width: int) -> _Level:
+        """Return the ``width`` most probable children of each request's nodes of a level of this
+        depth.
         """
-        if above is None:
-            ones = np.ones((len(requests), 1))
-            above = _Level(ones, ones, ones > 0.0, ones.astype(np.int64), ones.astype(np.int64))
         library = self.library
         beam = above.tokens.shape[1]
         indices = np.array([request.index for request in requests])
@@ -245,33 +232,29 @@ class SimulatedDrafter(Drafter):
         num_children = min(width, library.num_children)
         probs = library.child_probs[rows, :num_children].reshape(len(requests), beam, num_children)
         ranks = library.ranks[rows].reshape(len(requests), beam, 1)
-        path_probs = (above.path_probs[..., None] * probs).reshape(len(requests), -1)
-        min_probs = np.minimum(above.min_probs[..., None], probs).reshape(len(requests), -1)
-        is_correct = (above.is_correct[..., None] & (ranks == np.arange(num_children))).reshape(
-            len(requests), -1
+        children: list[npt.NDArray[Any]] = [
+            above.path_probs[..., None] * probs,
+            np.minimum(above.min_probs[..., None], probs),
+            above.is_correct[..., None] & (ranks == np.arange(num_children)),
+        ]
+        children = [values.reshape(len(requests), -1) for values in children]
+        order = np.argsort(-children[0], axis=1, kind="stable")[:, :width]
+        path_probs, min_probs, is_correct = (
+            np.take_along_axis(values, order, axis=1) for values in children
         )
-        order = np.argsort(-path_probs, axis=1, kind="stable")[:, :width]
         return _Level(
-            np.take_along_axis(path_probs, order, axis=1),
-            np.take_along_axis(min_probs, order, axis=1),
-            np.take_along_axis(is_correct, order, axis=1),
-            order % num_children,
-            order // num_children,
+            path_probs, min_probs, is_correct, order % num_children, order // num_children
         )
 
-    def _trees(self, requests: Sequence[Request], levels: Sequence[_Level]) -> list[TokenTree]:
-        """Return one candidate tree per request, its nodes level by level."""
+    def _trees(self, levels: Sequence[_Level]) -> list[TokenTree]:
+        """Return one candidate tree per request, its nodes level by level, the root first."""
         widths = [level.tokens.shape[1] for level in levels]
-        depths = np.repeat(np.arange(len(levels) + 1), [1, *widths])
-        firsts = np.repeat(
-            np.cumsum([0, 1, *widths])[: len(levels)], widths
-        )  # first node of the level above
-        ones = np.ones((len(requests), 1))
-        roots = np.array([[request.tokens[-1]] for request in requests])
-        tokens = np.concatenate([roots, *(level.tokens for level in levels)], axis=1)
+        depths = np.repeat(np.arange(len(levels)), widths)
+        # First node of the level above
+        firsts = np.repeat(np.cumsum([0, 0, *widths])[: len(levels)], widths)
+        tokens = np.concatenate([level.tokens for level in levels], axis=1)
         parents = np.concatenate([level.parents for level in levels], axis=1) + firsts
-        parents = np.concatenate([-ones.astype(np.int64), parents], axis=1)
-        path_probs = np.concatenate([ones, *(level.path_probs for level in levels)], axis=1)
+        path_probs = np.concatenate([level.path_probs for level in levels], axis=1)
         rows = zip(tokens, parents, path_probs, strict=True)
         return [
             TokenTree(row_tokens, row_parents, depths, row_probs)

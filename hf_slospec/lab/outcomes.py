@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.lab.workload import Job
 from hf_slospec.request.request import Request
 
@@ -120,7 +120,7 @@ METRICS: dict[str, Metric] = {
 
 @dataclass
 class Totals:
-    """Sums over the decoding steps of a run, and number and seconds of the steps that only prefill."""
+    """Sums over the decoding steps of a run; number and seconds of steps that only prefill."""
 
     num_steps: int = 0
     num_prefills: int = 0
@@ -131,6 +131,20 @@ class Totals:
     expected: float = 0.0  # tokens that the policy expected to commit
     depth: int = 0  # draft levels
     phases: PhaseTimes = field(default_factory=PhaseTimes)
+
+    def add(self, event: StepEvent) -> None:
+        """Add a step."""
+        if event.is_prefill:
+            self.num_prefills += 1
+            self.prefill_s += event.phases.total_s
+            return
+        self.phases += event.phases
+        self.num_steps += 1
+        self.requests += event.num_decoding
+        self.depth += event.depth
+        self.nodes += sum(part.nodes for part in event.decoding)
+        self.committed += sum(part.committed for part in event.decoding)
+        self.expected += sum(part.expected for part in event.decoding)
 
 
 @dataclass(frozen=True)
@@ -183,31 +197,21 @@ def _figures(outcomes: Sequence[Outcome], metric: Metric, seconds: float) -> dic
         for outcome, verdict in zip(outcomes, verdicts, strict=True)
         if verdict
     )
+    tpots_ms = [1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
+    ttfts_s = [outcome.ttft_s for outcome in outcomes]
     return {
         "requests": len(outcomes),
         "attainment": sum(judged) / len(judged) if judged else None,
         "goodput": good / seconds,  # tokens/s of the requests that attained their SLOs
         "throughput": sum(outcome.output_tokens for outcome in outcomes) / seconds,
-        "tpot_ms": _mean(
-            [1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
-        ),
-        "tpot_p99_ms": _percentile(
-            [1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None], 99
-        ),
-        "ttft_s": _mean([outcome.ttft_s for outcome in outcomes]),
-        "ttft_p99_s": _percentile([outcome.ttft_s for outcome in outcomes], 99),
-        "latency_s": _mean([outcome.finish_s - outcome.arrival_s for outcome in outcomes]),
+        "tpot_ms": float(np.mean(tpots_ms)) if tpots_ms else None,
+        "tpot_p99_ms": float(np.percentile(tpots_ms, 99)) if tpots_ms else None,
+        "ttft_s": float(np.mean(ttfts_s)),
+        "ttft_p99_s": float(np.percentile(ttfts_s, 99)),
+        "latency_s": float(np.mean([outcome.finish_s - outcome.arrival_s for outcome in outcomes])),
         "guaranteed": sum(outcome.guaranteed for outcome in outcomes) / len(outcomes),
         "preempted": sum(outcome.preempted for outcome in outcomes),
     }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
-
-
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    return float(np.percentile(values, percent)) if values else None
 
 
 def write_requests(runs: Sequence[tuple[str, Run]], metric: Metric, path: Path) -> None:

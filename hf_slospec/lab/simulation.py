@@ -34,11 +34,10 @@ from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
-from hf_slospec.scheduler.load import Need, ReplicaLoad, load_of, need_of
+from hf_slospec.scheduler.load import ReplicaLoad, load_of, need_of
 
-NewDrafter = Callable[
-    [Library, Hardware, VirtualClock, int], Drafter
-]  # texts, costs, clock and seed
+# Takes texts, costs, clock and seed
+NewDrafter = Callable[[Library, Hardware, VirtualClock, int], Drafter]
 
 MAX_REPLICAS = 1000
 
@@ -52,13 +51,6 @@ class _RoutedRequest:
     replica: int = 0
     refused_by: list[int] = field(default_factory=list)  # replicas that did not guarantee its SLOs
     decode_begun_s: float | None = None
-
-    def outcome(self) -> Outcome:
-        """Return the result; a request that was never decoded ended with its prefill."""
-        begun_s = (
-            self.request.stats.last_token_s if self.decode_begun_s is None else self.decode_begun_s
-        )
-        return Outcome.of(self.request, self.job, self.replica, begun_s, len(self.refused_by))
 
 
 class Replica:
@@ -103,9 +95,8 @@ class Replica:
         parts = Parts(target, drafter, policy, costs, self.clock, checks=checks)
         self.engine = new_engine(config, parts, limits)
         self.scheduler = self.engine.scheduler
-        self._reported = self._next_report = load_of(
-            self.scheduler
-        )  # before and after the latest step
+        # Before and after the latest step
+        self._reported = self._next_report = load_of(self.scheduler)
 
     @property
     def is_busy(self) -> bool:
@@ -118,47 +109,32 @@ class Replica:
         """
         return self._next_report if now_s >= self.clock.now_s else self._reported
 
-    def need(self, request: Request) -> Need:
-        """Return what a request needs from a replica."""
-        return need_of(request, self.scheduler.limits)
+    def add(self, request: Request, now_s: float, may_refuse: bool = False) -> float | None:
+        """Queue a request and include it in the loads that the router knows.
 
-    def add(self, request: Request, now_s: float) -> None:
-        """Add a request at a time of the virtual clock."""
-        self._wait_until(now_s)
-        self.scheduler.add(request)
-
-    def send(self, request: Request, now_s: float) -> None:
-        """Add a request of a router, which includes it in the loads that it knows."""
-        self.add(request, now_s)
-        self._count_in(request, bool(request.is_guaranteed), now_s)
-
-    def offer(self, request: Request, now_s: float) -> float | None:
-        """Queue a request if its SLOs are guaranteed, which is decided at the end of the current
-        step.
+        Args:
+            request: the request.
+            now_s: time of the virtual clock.
+            may_refuse: queue it only if its SLOs are guaranteed, which is decided at the end of the
+                current step. The router learns of a refusal then.
 
         Returns:
             Time of the refusal in seconds; None if the request was queued.
         """
-        self._wait_until(now_s)
-        is_queued = self.scheduler.offer(request, self.clock.now_s)
-        self._count_in(request, True, now_s, is_queued)
-        return None if is_queued else self.clock.now_s
-
-    def _count_in(
-        self, request: Request, is_guaranteed: bool, now_s: float, is_queued: bool = True
-    ) -> None:
-        """Add a request to the loads that the router knows; a refusal becomes known at the end of
-        the step.
-        """
-        need = self.need(request)
+        if not self.is_busy:
+            self.clock.now_s = max(self.clock.now_s, now_s)
+        is_queued = True
+        if may_refuse:
+            is_queued = self.scheduler.offer(request, self.clock.now_s)
+        else:
+            self.scheduler.add(request)
+        need = need_of(request, self.scheduler.limits)
+        is_guaranteed = may_refuse or bool(request.is_guaranteed)
         if now_s < self.clock.now_s:
             self._reported = self._reported.with_request(need, is_guaranteed)
         if is_queued:
             self._next_report = self._next_report.with_request(need, is_guaranteed)
-
-    def _wait_until(self, now_s: float) -> None:
-        if not self.is_busy:
-            self.clock.now_s = max(self.clock.now_s, now_s)
+        return None if is_queued else self.clock.now_s
 
     def step(self) -> StepEvent:
         """Run one engine step, which must advance the clock."""
@@ -168,7 +144,7 @@ class Replica:
         return event
 
     def report(self) -> None:
-        """Publish the load after a step; until the step ends, the router knows the load before it."""
+        """Publish the load after a step; until it ends, the router knows the load before it."""
         self._reported = self._next_report
         self._next_report = load_of(self.scheduler)
 
@@ -213,12 +189,13 @@ class Simulation:
             raise InvalidInputError(f"replicas must be within 1..{MAX_REPLICAS}, got {replicas}")
         if len(library.lengths) != len(jobs):
             raise InvalidInputError(
-                f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} texts"
+                f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} "
+                "texts"
             )
         if config.policy not in ("none", "auto") and config.max_width > library.num_children:
             raise InvalidInputError(
-                f"max_width is {config.max_width}, but the texts have only {library.num_children} children per "
-                "position; lower max_width, or write the texts with more num_children"
+                f"max_width is {config.max_width}, but the texts have only {library.num_children} "
+                "children per position; lower max_width, or write the texts with more num_children"
             )
         if not all(0.0 <= job.arrival_s <= MAX_TIME_S for job in jobs):
             raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
@@ -246,28 +223,30 @@ class Simulation:
             needed = job.input_tokens + job.max_output_tokens + limits.max_nodes
             if needed > limits.kv_tokens:
                 raise InvalidInputError(
-                    f"request {index} needs {needed} tokens of K/V cache ({job.input_tokens} for its prompt, "
-                    f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft tree), "
-                    f"but the hardware has {limits.kv_tokens}; raise kv_tokens or shorten the request"
+                    f"request {index} needs {needed} tokens of K/V cache ({job.input_tokens} for "
+                    "its prompt, "
+                    f"{job.max_output_tokens} for its output, {limits.max_nodes} for its draft "
+                    "tree), "
+                    f"but the hardware has {limits.kv_tokens}; raise kv_tokens or shorten the "
+                    "request"
                 )
         self._router = router_of(router, seed)
-        self._followers: dict[
-            int, list[int]
-        ] = {}  # requests that arrive after the end of another, by the other
+        # Requests that arrive after the end of another, by the other
+        self._followers: dict[int, list[int]] = {}
         for index, job in enumerate(jobs):
+            longest = math.inf  # tokens of a prompt that continues nothing
             if job.after is not None:
                 if not 0 <= job.after < index:
                     raise InvalidInputError(
-                        f"request {index} follows request {job.after}; a request can only follow one before it"
+                        f"request {index} follows request {job.after}; a request can only follow "
+                        "one before it"
                     )
                 self._followers.setdefault(job.after, []).append(index)
-            before = None if job.after is None else jobs[job.after]
-            if job.continues and (
-                before is None or job.input_tokens <= before.input_tokens + before.output_tokens
-            ):
+                longest = jobs[job.after].input_tokens + jobs[job.after].output_tokens
+            if job.continues and job.input_tokens <= longest:
                 raise InvalidInputError(
-                    f"request {index} continues another, so `after` must name that one, and its own input_tokens must "
-                    "exceed input_tokens + output_tokens of that one"
+                    f"request {index} continues another, so `after` must name that one, and its "
+                    "own input_tokens must exceed input_tokens + output_tokens of that one"
                 )
         self._requests = [
             _RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)
@@ -298,66 +277,47 @@ class Simulation:
             event = replica.step()
             if len(self.replicas) > 1:
                 replica.report()
-            self._raise_errors(event)
-            _add_step(totals, event)
+            totals.add(event)
             for part in event.decoding:
                 routed = self._requests[part.index]
                 if routed.decode_begun_s is None:
                     routed.decode_begun_s = event.begun_s
-            ended = [
-                part.index
-                for part in event.requests
-                if self._requests[part.index].request.is_finished
-            ]
-            num_left -= len(ended)
-            for index in ended:
-                for follower in self._followers.get(index, ()):
-                    heapq.heappush(
-                        arrivals, (self._follow(follower, replica.clock.now_s), follower)
-                    )
+            for part in event.requests:
+                request = self._requests[part.index].request
+                if request.error is not None:  # in a simulation it can only be an interrupt
+                    raise request.error
+                if not request.is_finished:
+                    continue
+                num_left -= 1
+                for index in self._followers.get(part.index, ()):
+                    job = jobs[index]
+                    job = replace(job, arrival_s=replica.clock.now_s + job.arrival_s)
+                    self._requests[index] = _RoutedRequest(_request(index, job), job)
+                    heapq.heappush(arrivals, (job.arrival_s, index))
                 on_end()
-        outcomes = tuple(routed.outcome() for routed in self._requests)
-        requests = [routed.request for routed in self._requests]
-        return Run(
-            system,
-            outcomes,
-            totals,
-            sum(r.params.has_slo and not r.is_guaranteed for r in requests),
-        )
-
-    def _follow(self, index: int, ended_s: float) -> float:
-        """Return the arrival time of a request that follows one that ended at ``ended_s``, and note
-        it.
-        """
-        job = self._requests[index].job
-        job = replace(job, arrival_s=ended_s + job.arrival_s)
-        self._requests[index] = _RoutedRequest(_request(index, job), job)
-        return job.arrival_s
-
-    def _raise_errors(self, event: StepEvent) -> None:
-        """Raise the error that the engine recorded for a request; in a simulation it can only be an
-        interrupt.
-        """
-        for part in event.requests:
-            if (error := self._requests[part.index].request.error) is not None:
-                raise error
+        outcomes = []
+        not_guaranteed = 0
+        for routed in self._requests:
+            request = routed.request
+            # A request that was never decoded ended with its prefill.
+            begun_s = routed.decode_begun_s
+            begun_s = request.stats.last_token_s if begun_s is None else begun_s
+            num_refused = len(routed.refused_by)
+            outcomes.append(Outcome.of(request, routed.job, routed.replica, begun_s, num_refused))
+            not_guaranteed += request.params.has_slo and not request.is_guaranteed
+        return Run(system, tuple(outcomes), totals, not_guaranteed)
 
     def _route(self, routed: _RoutedRequest, now_s: float) -> float | None:
         """Send a request to a replica; return the time at which it comes back refused, or None."""
         request = routed.request
-        need = self.replicas[0].need(routed.request)
         if len(self.replicas) == 1:
-            self.replicas[0].add(request, now_s)
-            return None
+            return self.replicas[0].add(request, now_s)
         loads = [replica.load(now_s) for replica in self.replicas]
         schedulers = [replica.scheduler for replica in self.replicas]
+        need = need_of(request, schedulers[0].limits)
         choice = self._router(Arrival(request, need, loads, routed.refused_by, schedulers, now_s))
         routed.replica = choice.replica
-        replica = self.replicas[choice.replica]
-        if not choice.may_refuse:
-            replica.send(request, now_s)
-            return None
-        refused_s = replica.offer(request, now_s)
+        refused_s = self.replicas[choice.replica].add(request, now_s, choice.may_refuse)
         if refused_s is not None:
             routed.refused_by.append(choice.replica)
         return refused_s
@@ -386,17 +346,3 @@ def _stages(job: Job) -> tuple[Stage, ...]:
     end = job.input_tokens + job.think_tokens
     think = Stage(job.think_tpot_slo_s, is_over=lambda tokens: len(tokens) >= end)
     return think, Stage(job.tpot_slo_s, ttft_slo_s=job.answer_ttft_slo_s)
-
-
-def _add_step(totals: Totals, event: StepEvent) -> None:
-    if event.is_prefill:
-        totals.num_prefills += 1
-        totals.prefill_s += event.phases.total_s
-        return
-    totals.phases += event.phases
-    totals.num_steps += 1
-    totals.requests += event.num_decoding
-    totals.depth += event.depth
-    totals.nodes += sum(part.nodes for part in event.decoding)
-    totals.committed += sum(part.committed for part in event.decoding)
-    totals.expected += sum(part.expected for part in event.decoding)

@@ -69,8 +69,8 @@ def config_of(system: str) -> SLOSpecConfig:
     if name not in SYSTEMS and (name or not brace):
         raise InvalidInputError(f"unknown system {name!r}; known are: {', '.join(SYSTEMS)}")
     try:
-        given = json.loads(brace + settings) if brace else {}
-        return SLOSpecConfig.model_validate({**SYSTEMS.get(name, {}), **given})
+        overrides = json.loads(brace + settings) if brace else {}
+        return SLOSpecConfig.model_validate({**SYSTEMS.get(name, {}), **overrides})
     except json.JSONDecodeError as error:
         column = system.index("{") + error.colno
         raise InvalidInputError(f"system {system!r}: column {column}: {error.msg}") from error
@@ -101,52 +101,50 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Destination:
     """The replica that a request is sent to."""
 
     replica: int
-    may_refuse: bool = (
-        False  # the replica may return the request to the router instead of guaranteeing its SLOs
-    )
+    # The replica may return the request to the router instead of guaranteeing its SLOs
+    may_refuse: bool = False
 
 
-Router = Callable[[Arrival], Placement]
+Router = Callable[[Arrival], Destination]
 MAX_HOPS = 3  # from one replica to the next; the paper, with up to four replicas, does not say
-WITHOUT_SLO = Need(
-    0, 0
-)  # goes to the replica with the fewest unfinished requests, then the least prefill
+# Goes to the replica with the fewest unfinished requests, then the least prefill
+WITHOUT_SLO = Need(0, 0)
 
 
-def by_guarantees(arrival: Arrival) -> Placement:
-    """Return the best replica that has not refused the request; the least loaded one if all have."""
+def by_guarantees(arrival: Arrival) -> Destination:
+    """Return the best replica that has not refused the request; if all have, the least loaded."""
     if not arrival.need.has_slo or len(arrival.refused_by) == len(arrival.loads):
-        return Placement(ranked(arrival.loads, WITHOUT_SLO)[0])
+        return Destination(ranked(arrival.loads, WITHOUT_SLO)[0])
     order = ranked(arrival.loads, arrival.need)
-    return Placement(
+    return Destination(
         next(index for index in order if index not in arrival.refused_by), may_refuse=True
     )
 
 
-def sequential(max_hops: int = MAX_HOPS) -> Router:
+def sequential(seed: int) -> Router:
     """Return SLOs-Serve's router: each replica in turn, and from one that refuses a request to the
     next.
 
-    A request that has moved on ``max_hops`` times, or that all have refused, stays at the last one
-    as best effort."""
+    A request that has moved on :data:`MAX_HOPS` times, or that all have refused, stays at the last
+    one as best effort."""
     number = itertools.count()
 
-    def choose(arrival: Arrival) -> Placement:
+    def choose(arrival: Arrival) -> Destination:
         if not arrival.refused_by:
-            return Placement(next(number) % len(arrival.loads), may_refuse=arrival.need.has_slo)
+            return Destination(next(number) % len(arrival.loads), may_refuse=arrival.need.has_slo)
         last = arrival.refused_by[-1]
-        if len(arrival.refused_by) > min(max_hops, len(arrival.loads) - 1):
-            return Placement(last)
-        return Placement((last + 1) % len(arrival.loads), may_refuse=True)
+        if len(arrival.refused_by) > min(MAX_HOPS, len(arrival.loads) - 1):
+            return Destination(last)
+        return Destination((last + 1) % len(arrival.loads), may_refuse=True)
 
     return choose
 
 
-def by_full_knowledge(arrival: Arrival) -> Placement:
+def by_full_knowledge(arrival: Arrival) -> Destination:
     """Return the replica where the request brings all requests least closer to missing their SLOs.
 
     In addition to reports, the current state of every replica is used, and the progress and output
@@ -156,7 +154,7 @@ def by_full_knowledge(arrival: Arrival) -> Placement:
         _closeness(arrival, index, True) - _closeness(arrival, index, False)
         for index in range(len(arrival.loads))
     ]
-    return Placement(int(np.argmin(costs)))
+    return Destination(int(np.argmin(costs)))
 
 
 def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
@@ -182,36 +180,35 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
     return total
 
 
-def _round_robin(seed: int) -> Router:
+def round_robin(seed: int) -> Router:
+    """Return a router to each replica in turn."""
     number = itertools.count()
-    return lambda arrival: Placement(next(number) % len(arrival.loads))
+    return lambda arrival: Destination(next(number) % len(arrival.loads))
 
 
-def _power_of_two(seed: int) -> Router:
-    rng = np.random.default_rng([seed, 2])
-    return lambda arrival: Placement(power_of_two(arrival.loads, rng))
-
-
-def shortest_queue(loads: Sequence[ReplicaLoad]) -> int:
+def by_shortest_queue(arrival: Arrival) -> Destination:
     """Return the first replica with the fewest unfinished requests."""
-    return min(range(len(loads)), key=lambda index: (loads[index].num_requests, index))
+    return Destination(int(np.argmin([load.num_requests for load in arrival.loads])))
 
 
-def power_of_two(loads: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
-    """Return the one of two random replicas with fewer unfinished requests."""
-    if len(loads) == 1:
-        return 0
-    first, second = rng.choice(len(loads), 2, replace=False).tolist()
-    return int(second if loads[second].num_requests < loads[first].num_requests else first)
+def power_of_two(seed: int) -> Router:
+    """Return a router to the one of two random replicas with fewer unfinished requests."""
+    rng = np.random.default_rng([seed, 2])
+
+    def choose(arrival: Arrival) -> Destination:
+        pair = rng.choice(len(arrival.loads), 2, replace=False).tolist()
+        return Destination(min(pair, key=lambda index: arrival.loads[index].num_requests))
+
+    return choose
 
 
 OURS = "guarantees"
 ROUTERS: dict[str, Callable[[int], Router]] = {  # functions of a seed
     OURS: lambda seed: by_guarantees,
-    "shortest-queue": lambda seed: lambda arrival: Placement(shortest_queue(arrival.loads)),
-    "power-of-two": _power_of_two,
-    "round-robin": _round_robin,
-    "sequential": lambda seed: sequential(),
+    "shortest-queue": lambda seed: by_shortest_queue,
+    "power-of-two": power_of_two,
+    "round-robin": round_robin,
+    "sequential": sequential,
     "oracle": lambda seed: by_full_knowledge,
 }
 

@@ -4,7 +4,6 @@ runs.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +20,8 @@ from hf_slospec.lab.files import read_json, validated
 from hf_slospec.tree.tree import FloatArray, IntArray
 
 NUM_CHILDREN = 4  # default number of children per position of synthetic texts
-MAX_SCALE = (
-    50.0  # standard deviation of log-probability changes at which the distance reaches its maximum
-)
+# Standard deviation of log-probability changes at which the distance reaches its maximum
+MAX_SCALE = 50.0
 NUM_REST = 28  # tokens besides the children, if the draft's probabilities differ from the target's
 
 
@@ -37,9 +35,8 @@ class SimulatedText:
 
     # [length, num_children] f64, probabilities of the draft's candidates, descending
     child_probs: FloatArray
-    ranks: (
-        IntArray  # [length] int64, rank of the target's token; num_children: none of the candidates
-    )
+    # [length] int64, rank of the target's token; num_children: none of the candidates
+    ranks: IntArray
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -184,9 +181,8 @@ class Library:
         self.matched = matched
         self.lengths = np.array([len(text) for text in texts])
         self.starts = np.cumsum(self.lengths) - self.lengths  # [num_texts] int64
-        self.child_probs = np.concatenate(
-            [text.child_probs for text in texts]
-        )  # [num_rows, num_children] f64
+        # [num_rows, num_children] f64
+        self.child_probs = np.concatenate([text.child_probs for text in texts])
         self.ranks = np.concatenate([text.ranks for text in texts])  # [num_rows] int64
 
     @property
@@ -231,19 +227,21 @@ class RecordedText(BaseModel):
         width = len(self.child_probs[0])
         if not width or any(len(row) != width for row in self.child_probs):
             raise ValueError(
-                "child_probs must have the same number of probabilities, at least one, for every token"
+                "child_probs must have the same number of probabilities, at least one, for every "
+                "token"
             )
-        if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
+        probs = np.array(self.child_probs)
+        if not ((probs >= 0.0) & (probs <= 1.0 + 1e-6)).all():
             raise ValueError("child_probs must lie within 0..1")
-        if any(sum(row) > 1.001 for row in self.child_probs):  # the recorded values are rounded
+        if (probs.sum(axis=1) > 1.001).any():  # the recorded values are rounded
             raise ValueError("child_probs of a token must not sum to more than 1")
-        if any(a < b for row in self.child_probs for a, b in itertools.pairwise(row)):
+        if (np.diff(probs, axis=1) > 0.0).any():
             raise ValueError("child_probs must be in descending order")
-        if len(self.ranks) != len(self.child_probs) or any(
-            not 0 <= rank <= width for rank in self.ranks
-        ):
+        ranks = np.array(self.ranks)
+        if ranks.shape != probs.shape[:1] or ((ranks < 0) | (ranks > width)).any():
             raise ValueError(
-                f"ranks must be the index of one of the {width} children, or {width}, for every token"
+                f"ranks must be the index of one of the {width} children, or {width}, for every "
+                "token"
             )
         return self
 

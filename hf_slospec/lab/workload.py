@@ -25,14 +25,12 @@ class Job:
     priority: int = 0
     max_new_tokens: int | None = None  # limit that the scheduler knows; None: output_tokens
     is_sampled: bool = True  # the text was sampled, like synthetic texts, not decoded greedily
-    after: int | None = (
-        None  # index of a request; this one arrives ``arrival_s`` seconds after its end
-    )
+    # Index of a request; this one arrives ``arrival_s`` seconds after its end
+    after: int | None = None
     # The prompt begins with that request's prompt and output, whose K/V may still be kept
     continues: bool = False
-    think_tokens: int = (
-        0  # first output tokens, up to a marker; the others are the answer, with the SLOs above
-    )
+    # First output tokens, up to a marker; the others are the answer, with the SLOs above
+    think_tokens: int = 0
     think_tpot_slo_s: float | None = None
     answer_ttft_slo_s: float | None = None  # seconds from the marker to the answer's first token
 
@@ -64,35 +62,25 @@ def gamma(rng: np.random.Generator, rate: float, number: int, variation: float) 
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), number))
 
 
-def on_off(
-    rng: np.random.Generator,
-    rate: float,
-    number: int,
-    on_s: float = 10.0,
-    off_s: float = 20.0,
-    low: float = 0.2,
-) -> FloatArray:
-    """Return arrival times of a Poisson process that alternates between two rates.  -> [number] f64
+# Mean seconds at the high and at the low rate, and the low rate as a share of the high one
+ON_S = 10.0
+OFF_S = 20.0
+LOW = 0.2
 
-    Args:
-        rate: arrivals per second on average.
-        on_s: mean seconds at the high rate; durations are exponentially distributed.
-        off_s: mean seconds at the low rate.
-        low: the low rate as a share of the high rate.
+
+def on_off(rng: np.random.Generator, rate: float, number: int) -> FloatArray:
+    """Return arrival times of a Poisson process that alternates between two rates for exponentially
+    distributed times, ``rate`` per second on average.  -> [number] f64
     """
-    busy_rate = rate * (on_s + off_s) / (on_s + low * off_s)
+    busy_rate = rate * (ON_S + OFF_S) / (ON_S + LOW * OFF_S)
     times = list[float]()
     now_s = 0.0
     is_busy = True
     while len(times) < number:
-        end_s = now_s + rng.exponential(on_s if is_busy else off_s)
-        current_rate = busy_rate * (1.0 if is_busy else low)
+        end_s = now_s + rng.exponential(ON_S if is_busy else OFF_S)
+        current_rate = busy_rate * (1.0 if is_busy else LOW)
         at_s = now_s
-        while (
-            len(times) < number
-            and current_rate
-            and (at_s := at_s + rng.exponential(1.0 / current_rate)) < end_s
-        ):
+        while len(times) < number and (at_s := at_s + rng.exponential(1.0 / current_rate)) < end_s:
             times.append(at_s)
         now_s = end_s
         is_busy = not is_busy
@@ -134,7 +122,8 @@ def arrivals(
         )
     if number / rate > MAX_SPAN_S:
         raise InvalidInputError(
-            f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more than {MAX_SPAN_S:g} "
+            f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more "
+            f"than {MAX_SPAN_S:g} "
             "s; raise the rate, or simulate fewer requests"
         )
     if kind == "poisson":
@@ -179,9 +168,8 @@ class Kind:
     output: Length
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
-    ttft_slowdown: float | None = (
-        None  # without ttft_slo_s: TTFT SLO as a multiple of the prompt's prefill time alone
-    )
+    # Without ttft_slo_s: TTFT SLO as a multiple of the prompt's prefill time alone
+    ttft_slowdown: float | None = None
     priority: int = 0
     think: Length | None = None  # tokens before those of ``output``, up to a marker
     think_tpot_slo_s: float | None = None
@@ -267,11 +255,18 @@ def jobs_of(
         num_think = 0 if kind.think is None else kind.think.draw(rng)
         jobs.append(
             Job(
-                float(time_s), num_input, num_think + num_output, kind.tpot_slo_s, ttft_slo_s, kind.name, kind.priority,
-                think_tokens=num_think, think_tpot_slo_s=kind.think_tpot_slo_s,
+                float(time_s),
+                num_input,
+                num_think + num_output,
+                kind.tpot_slo_s,
+                ttft_slo_s,
+                kind.name,
+                kind.priority,
+                think_tokens=num_think,
+                think_tpot_slo_s=kind.think_tpot_slo_s,
                 answer_ttft_slo_s=kind.answer_ttft_slo_s,
             )
-        )  # fmt: skip
+        )
     return jobs
 
 
@@ -297,30 +292,24 @@ def in_rounds(
     jobs: list[Job] = []
     for answer in answers:
         number = max(round(rng.normal(*rounds)), 1)
-        first = len(jobs)
-        num_before = 0
-        for place, job in enumerate(
-            [*jobs_of((call,), np.zeros(number - 1), rng, prompt_s), answer]
-        ):
-            arrival_s = (
-                answer.arrival_s
-                if not place
-                else 0.0
-                if pause_s is None
-                else rng.exponential(pause_s)
-            )
-            after, continues = (first + place - 1, pause_s is not None) if place else (None, False)
-            num_input = job.input_tokens + num_before * continues
+        first, *later = [*jobs_of((call,), np.zeros(number - 1), rng, prompt_s), answer]
+        jobs.append(replace(first, arrival_s=answer.arrival_s, after=None, continues=False))
+        for job in later:
+            previous = jobs[-1]
+            arrival_s = 0.0
+            num_input = job.input_tokens
+            if pause_s is not None:
+                arrival_s = rng.exponential(pause_s)
+                num_input += previous.input_tokens + previous.output_tokens
             jobs.append(
                 replace(
                     job,
                     arrival_s=arrival_s,
-                    after=after,
-                    continues=continues,
+                    after=len(jobs) - 1,
+                    continues=pause_s is not None,
                     input_tokens=num_input,
                 )
             )
-            num_before = num_input + job.output_tokens
     return jobs
 
 
@@ -333,27 +322,3 @@ def mix_of(name: str) -> tuple[Kind, ...]:
     if name not in MIXES:
         raise InvalidInputError(f"unknown mix {name!r}; known are: {', '.join(MIXES)}")
     return MIXES[name]
-
-
-def early_ends(
-    jobs: Sequence[Job], rng: np.random.Generator, full_share: float, min_tokens: int = 5
-) -> list[Job]:
-    """Return the requests with outputs that may end early; the old lengths become
-    ``max_new_tokens``.
-
-    Args:
-        full_share: share of the requests that keep their length; the lengths of all others are
-            uniform below it.
-        min_tokens: shortest output, unless the given length is shorter.
-    """
-    shortened = []
-    for job in jobs:
-        length = job.output_tokens
-        if rng.random() >= full_share:
-            length = int(rng.integers(min(min_tokens, length), length + 1))
-        shortened.append(
-            replace(
-                job, output_tokens=length, max_new_tokens=job.max_new_tokens or job.output_tokens
-            )
-        )
-    return shortened

@@ -129,6 +129,18 @@ class CachedSequence:
         """
         return min(max(self.length, self.staged_end), self.capacity)
 
+    def last_slots(self, number: int) -> torch.Tensor:
+        """Return the slots of the last cached tokens.  -> [number] int64, on the host"""
+        assert number <= self.length, "slots before a sequence are another's"
+        end = self.start + self.length
+        return torch.arange(end - number, end, device="cpu")
+
+    def present_states(self) -> SequenceStates | None:
+        """Return the states after the cached tokens; None if the model has none."""
+        if self.states is not None:
+            self.states.take_in(self.length)
+        return self.states
+
     def truncate(self, length: int) -> None:
         """Keep at most ``length`` tokens, or none if a recurrent state already contains later ones."""
         if length < self.length and self.states is not None and length < self.states.length:
@@ -203,11 +215,16 @@ class NewTokens:
         """
         first = self.positions.shape[0] - self.num_tokens  # staged by earlier forwards
         for row in range(self.num_tokens):
-            own = slice(row, row + 1)
+            token = slice(row, row + 1)
             staged = slice(first + row + 1)
-            embeds = None if self.embeds is None else self.embeds[own]
-            windowed = None if self.windowed_mask is None else self.windowed_mask[own, staged]
-            columns = self.input_ids[own], self.positions[staged], self.mask[own, staged], embeds
+            embeds = None if self.embeds is None else self.embeds[token]
+            windowed = None if self.windowed_mask is None else self.windowed_mask[token, staged]
+            columns = (
+                self.input_ids[token],
+                self.positions[staged],
+                self.mask[token, staged],
+                embeds,
+            )
             yield NewTokens(self.sequence, *columns, windowed_mask=windowed)
 
 

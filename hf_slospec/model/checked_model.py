@@ -17,7 +17,7 @@ from hf_slospec.model.machine import (
     warn_if_contended,
     warn_if_oversubscribed,
 )
-from hf_slospec.model.measure import drop_profile, load_profile, measure, save_profile
+from hf_slospec.model.measure import Forwards, drop_profile, load_profile, measure, save_profile
 from hf_slospec.model.overrides import all_modules
 from hf_slospec.model.ownership import check_activations, check_own_code
 from hf_slospec.model.packed_model import PackedModel
@@ -145,9 +145,9 @@ class CheckedModel:
                     self._check_code()
                     self.packed.check_layers()
                     self._try(self.packed)
-                    before = version.modules
+                    previous = version.modules
                     self.packed.renew(is_idle=False)
-                    self._sets_attributes |= before != version.modules
+                    self._sets_attributes |= previous != version.modules
                     self._tried = self._to_try
 
     def _check_deciding(self) -> None:
@@ -207,7 +207,7 @@ class CheckedModel:
                 self.known_cost = self.ranks.first(load_profile(packed))
             if self.known_cost is None:
                 with evaluating(self.model):
-                    self.known_cost = measure(packed, seconds).fit()
+                    self.known_cost = measure(Forwards(packed), seconds).fit()
                 save_profile(packed, self.known_cost)
             return self.known_cost
 

@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 from hf_slospec.engine.acceptance import SHARPNESS
 from hf_slospec.model.memory import is_out_of_memory
 from hf_slospec.model.sampling import Processor, StockSampler, processed
-from hf_slospec.request.request import Grammar, Request
+from hf_slospec.request.params import Grammar
+from hf_slospec.request.request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,12 @@ import torch
 
 from hf_slospec.model.attention.backends import Backend
 from hf_slospec.model.attention.forward import AloneForward
-from hf_slospec.model.attention.hook import AttentionHook
+from hf_slospec.model.attention.hook import AttentionHook, run_model
 from hf_slospec.model.attention.sdpa import isolated_attention
 from hf_slospec.model.batch import CachedSequence, NewTokens, Plans, Span
 from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs, PlanKey
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.paths import ForwardPath, PathContext
-from hf_slospec.model.run import run_model
 from hf_slospec.model.transfer import to_device
 
 

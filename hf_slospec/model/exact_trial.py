@@ -4,8 +4,6 @@ steps.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -13,15 +11,19 @@ from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating, refused_if_it_fails
-from hf_slospec.model.tree_mask import chain, chain_and_tree
-from hf_slospec.model.trial import load_plain, plain_steps
-from hf_slospec.tree.tree import TokenTree
+from hf_slospec.model.tree_mask import chain
+from hf_slospec.model.trial import load_plain, plain_steps, tree_logits, tree_of
 
 # Tokens of the sequences; the first tree begins and ends in different blocks of 64 keys.
 PROMPTS = (120, 7)
-# Shape of the trees: more nodes than a group has rows.
+# Shape of the trees: more nodes than a group has rows; those of a depth are children of the first
+# one of the depth before.
 DEPTH = 12
 WIDTH = 4
+PARENTS = (
+    -1,
+    *(max(WIDTH * (depth - 2) + 1, 0) for depth in range(1, DEPTH + 1) for _ in range(WIDTH)),
+)
 TRIAL_CHUNKS = (33, 64)  # tokens of a prompt's forwards, where prompts may be cut
 
 
@@ -32,30 +34,25 @@ def check_exact(packed: PackedModel) -> None:
     These are stock's own for ``exact="bits"``, else those of packed forwards.
     """
     numbers = np.random.default_rng(0)
-    prompts = [numbers.integers(packed.vocab_size, size=length).tolist() for length in PROMPTS]
-    trees = [_comb(numbers.integers(packed.vocab_size, size=DEPTH * WIDTH + 1)) for _ in prompts]
+    prompts = [numbers.integers(packed.vocab_size, size=size).tolist() for size in PROMPTS]
+    nodes = numbers.integers(packed.vocab_size, size=(len(PROMPTS), len(PARENTS)))
+    trees = [tree_of(root, PARENTS, iter(others)) for root, *others in nodes.tolist()]
+    path = np.flatnonzero(trees[0].ancestor_mask()[-1])
+
     with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
-        paths = [tree.tokens[_spine(tree)].tolist() for tree in trees]
-        expected = [_one_by_one(packed, *pair) for pair in zip(prompts, paths, strict=True)]
-        cache = packed.kv_cache
-        sizes = [tree.num_nodes for tree in trees]
-        with cache.temporary(
-            [len(p) + size for p, size in zip(prompts, sizes, strict=True)]
-        ) as sequences:
+        expected = [
+            _one_by_one(packed, prompt, tree.tokens[path].tolist())
+            for prompt, tree in zip(prompts, trees, strict=True)
+        ]
+        capacities = [size + len(PARENTS) for size in PROMPTS]
+        with packed.kv_cache.temporary(capacities) as sequences:
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 _prefill(packed, sequence, prompt, TRIAL_CHUNKS[0])
-            triples = zip(sequences, trees, strict=True)
-            parts = [
-                chain_and_tree(packed, sequence, tree.tokens[:1].tolist(), tree)
-                for sequence, tree in triples
-            ]
-            logits = packed.forward(
-                cache.pool, parts, torch.arange(sum(sizes), device="cpu")
-            ).split(sizes)
-    for tree, ours, plain in zip(trees, logits, expected, strict=True):
-        if not torch.equal(own := ours[_spine(tree)], plain):
-            share = float((own != plain).float().mean())
-            largest = float((own - plain).abs().max())
+            logits = tree_logits(packed, sequences, trees)
+    for ours, plain in zip(logits, expected, strict=True):
+        if not torch.equal(found := ours[path], plain):
+            share = float((found != plain).float().mean())
+            largest = float((found - plain).abs().max())
             name = type(packed.model).__name__
             dtype = packed.model.dtype
             way_out = 'exact="self" asks for less' if packed.exact == "bits" else "leave exact out"
@@ -63,18 +60,6 @@ def check_exact(packed: PackedModel) -> None:
                 f'exact="{packed.exact}" cannot be had of {name} in {dtype} here: {share:.1%} of the logits of a trial '
                 f"tree differ from those of single tokens, by {largest:.2g} at most; {way_out}"
             )
-
-
-def _comb(tokens: Any) -> TokenTree:
-    """Return a tree of WIDTH nodes per depth, all children of the first one of the depth before."""
-    depths = np.concatenate(([0], np.repeat(np.arange(1, DEPTH + 1), WIDTH)))
-    parents = np.where(depths == 0, -1, np.maximum(WIDTH * (depths - 2) + 1, 0))
-    return TokenTree(tokens, parents, depths, 0.5**depths)
-
-
-def _spine(tree: TokenTree) -> list[int]:
-    """Return the nodes on the path to the last node."""
-    return np.flatnonzero(tree.ancestor_mask()[-1]).tolist()
 
 
 def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: list[int], chunk: int) -> None:
@@ -98,8 +83,7 @@ def _one_by_one(packed: PackedModel, prompt: list[int], tokens: list[int]) -> to
         _prefill(packed, sequence, prompt, TRIAL_CHUNKS[1])
         for token in tokens:
             part = chain(packed, sequence, [token])
-            logits.append(
-                packed.forward(packed.kv_cache.pool, [part], torch.tensor([0], device="cpu"))
-            )
+            row = torch.tensor([0], device="cpu")
+            logits.append(packed.forward(packed.kv_cache.pool, [part], row).cpu())
             sequence.length += 1
     return torch.cat(logits)

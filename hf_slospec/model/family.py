@@ -90,7 +90,7 @@ class ModelFamily:
         """Return the states of one row of a transformers cache after ``length`` tokens."""
         return None
 
-    def write_states(self, cache: Any, rows: Sequence[SequenceStates]) -> None:
+    def write_states(self, cache: Any, rows: Sequence[SequenceStates | None]) -> None:
         """Replace the states of a transformers cache by those of each row, if the family has any."""
 
     def encode(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hf_slospec.model.batch import CachedSequence
-from hf_slospec.request.request import RequestParams
+from hf_slospec.request.params import RequestParams
 
 
 class RequestTokens(Hashable, Protocol):
@@ -48,6 +48,10 @@ class KeptPrefix:
     def key(self) -> tuple[str, list[int]]:
         return self.salt, self.tokens
 
+    def begins_with(self, other: KeptPrefix) -> bool:
+        """Return whether the tokens of another prefix are the first of these, for the same salt."""
+        return (self.salt, self.tokens[: len(other.tokens)]) == other.key
+
 
 class KeptPrefixes:
     """Kept prefixes in two orders: sorted by their tokens, and by their last use.
@@ -68,34 +72,38 @@ class KeptPrefixes:
         """Return the prefixes, the least recently used first."""
         return list(self._by_age)
 
+    def evict(self, num_tokens: float, max_prefixes: int) -> Iterator[KeptPrefix]:
+        """Yield the least recently used prefixes, until there are at most ``max_prefixes`` with at
+        most ``num_tokens`` tokens; each is removed.
+        """
+        for prefix in self.by_age():
+            if self.num_tokens <= num_tokens and len(self) <= max_prefixes:
+                return
+            self.remove(prefix)
+            yield prefix
+
     def add(self, prefix: KeptPrefix) -> list[KeptPrefix]:
         """Keep a prefix, and return those that are not kept any longer, as a longer one begins with
         their tokens.
         """
-        at = bisect_left(self._sorted, prefix.key, key=lambda kept: kept.key)
-        after = self._sorted[at] if at < len(self._sorted) else None
-        if (
-            after is not None
-            and after.salt == prefix.salt
-            and after.tokens[: len(prefix.tokens)] == prefix.tokens
-        ):
-            self.touch(after)
+        at = self._place(prefix.key)
+        longer = self._sorted[at : at + 1]
+        if longer and longer[0].begins_with(prefix):
+            self.touch(longer[0])
             return [prefix]
+        shorter = [kept for kept in self._sorted[max(at - 1, 0) : at] if prefix.begins_with(kept)]
         self._sorted.insert(at, prefix)
         self._by_age[prefix] = None
         self.num_tokens += len(prefix.tokens)
-        before = self._sorted[at - 1] if at else None
-        if (
-            before is not None
-            and before.salt == prefix.salt
-            and before.tokens == prefix.tokens[: len(before.tokens)]
-        ):
-            self.remove(before)
-            return [before]
-        return []
+        for kept in shorter:
+            self.remove(kept)
+        return shorter
+
+    def _place(self, key: tuple[str, Sequence[int]]) -> int:
+        return bisect_left(self._sorted, key, key=lambda kept: kept.key)
 
     def remove(self, prefix: KeptPrefix) -> None:
-        at = bisect_left(self._sorted, prefix.key, key=lambda kept: kept.key)
+        at = self._place(prefix.key)
         assert self._sorted[at] is prefix, "no two kept prefixes are equal"
         del self._sorted[at], self._by_age[prefix]
         self.num_tokens -= len(prefix.tokens)
@@ -106,7 +114,7 @@ class KeptPrefixes:
 
     def longest(self, tokens: Sequence[int], salt: str) -> tuple[KeptPrefix | None, int]:
         """Return the prefix that shares the most leading tokens with these, and how many."""
-        at = bisect_left(self._sorted, (salt, tokens), key=lambda kept: kept.key)
+        at = self._place((salt, tokens))
         near = [prefix for prefix in self._sorted[max(at - 1, 0) : at + 1] if prefix.salt == salt]
         lengths = [num_common(prefix.tokens, tokens) for prefix in near]
         return max(zip(near, lengths, strict=True), key=lambda pair: pair[1], default=(None, 0))

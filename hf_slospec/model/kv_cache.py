@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
-from weakref import WeakSet
+from typing import TYPE_CHECKING
+from weakref import WeakSet, ref
 
 import torch
 
-from hf_slospec.model.batch import CachedSequence, LayerShape, SequenceStates
-from hf_slospec.model.memory import lazy_zeros, uninterrupted
+from hf_slospec.forks import Lock, reset_in_children
+from hf_slospec.model.batch import CachedSequence, LayerShape
+from hf_slospec.model.memory import (
+    as_memory_error,
+    holders_of_idle_memory,
+    lazy_zeros,
+    uninterrupted,
+)
 from hf_slospec.model.transfer import to_device
 
-
-class _Gaps(NamedTuple):
-    """Free ranges of slots that lie one after the other, with sequences between them."""
-
-    first: int  # index, by their starts, of the first sequence between them
-    end: int  # index behind the last one
-    slots_begin: int
-    slots_end: int
-    num_moved: int  # committed tokens of the sequences between them
+if TYPE_CHECKING:
+    from hf_slospec.model.paths import ForwardPath
 
 
 class KVPool:
@@ -47,7 +46,7 @@ class KVPool:
                 kind: lazy_zeros(
                     (kinds.count(kind), num_rows, kind.num_heads, kind.dim), kind.dtype, kind.device
                 )
-                for kind in set(kinds)
+                for kind in dict.fromkeys(kinds)
             }
         layers = {kind: iter(stack) for kind, stack in self._stacks.items()}
         # By layer: K, V and index keys if it has any, each [num_slots + num_padding_slots,
@@ -85,84 +84,42 @@ class KVPool:
                 self._streams[device] = current
 
     def place(self, sequence: CachedSequence, capacity: int) -> None:
-        """Give a sequence, known or new, a range of ``capacity`` slots, and move as few committed
-        tokens as possible.
+        """Give a sequence, known or new, a range of ``capacity`` slots.
+
+        It grows in its place, or else moves to a gap; if no gap is large enough, all sequences
+        move together.
 
         Raises:
             MemoryError: not so many slots are free; nothing has changed.
-            torch.OutOfMemoryError: there was no memory for a copy; the sequence keeps its slots, if
-            it had any.
+            torch.OutOfMemoryError: there was no memory for a copy; all sequences keep their K/V.
         """
         if (more := capacity - sequence.capacity) > self.num_free:
             raise MemoryError(
                 f"{more} more KV slots are needed, and {self.num_free} of {self.num_slots} are free"
             )
         ranges = sorted(self.sequences, key=lambda other: other.start)
-        elsewhere = self._gathered(ranges, capacity)
-        if sequence in self.sequences:
-            behind = self._gathered(ranges, more, at := ranges.index(sequence))
-            assert behind is not None, "all gaps together suffice"
-            if elsewhere is None or behind.num_moved <= elsewhere.num_moved + sequence.length:
-                self._join(ranges, behind, at + 1)
-                sequence.capacity = capacity
-                return
-        assert elsewhere is not None, "so many slots are free"
-        start = self._join(ranges, elsewhere, elsewhere.end)
-        self._copy(self, {sequence: start})
-        sequence.start = start
+        starts = [0, *(other.start + other.capacity for other in ranges)]
+        ends = [*(other.start for other in ranges), self.num_slots]
+        gaps = zip(starts, ends, strict=True)
+        large = [start for start, end in gaps if end - start >= capacity]
+        is_new = sequence not in self.sequences
+        behind = len(ranges) if is_new else ranges.index(sequence) + 1
+        if is_new or ends[behind] - starts[behind] < more:
+            if large:
+                self._shift(sequence, large[0])
+            else:
+                start = 0
+                for other in ranges[:behind]:
+                    self._shift(other, start)
+                    start += other.capacity
+                end = self.num_slots
+                for other in reversed(ranges[behind:]):
+                    end -= other.capacity
+                    self._shift(other, end)
+                if is_new:
+                    sequence.start = start
         sequence.capacity = capacity
         self.sequences.add(sequence)
-
-    def _gathered(
-        self, ranges: Sequence[CachedSequence], num_slots: int, at: int | None = None
-    ) -> _Gaps | None:
-        """Return the neighbouring gaps that have ``num_slots`` slots, with the fewest tokens
-        between them.
-
-        Args:
-            ranges: all sequences by their starts.
-            num_slots: least number of slots.
-            at: index of a sequence; the gap behind it must be one of them.
-
-        Returns:
-            None if there are none.
-        """
-        starts = [0, *(r.start + r.capacity for r in ranges)]
-        ends = [*(r.start for r in ranges), self.num_slots]
-        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
-        best = None
-        first = 0
-        size = 0
-        num_moved = 0
-        for last, more in enumerate(sizes):  # gap `last` is before ranges[last]
-            size = size + more
-            num_moved = num_moved + (ranges[last - 1].length if last else 0)
-            while (
-                first < (last if at is None else min(last, at + 1))
-                and size - sizes[first] >= num_slots
-            ):
-                size = size - sizes[first]
-                num_moved = num_moved - ranges[first].length
-                first += 1
-            if (
-                size >= num_slots
-                and (at is None or last > at)
-                and (best is None or num_moved < best.num_moved)
-            ):
-                best = _Gaps(first, last, starts[first], ends[last], num_moved)
-        return best
-
-    def _join(self, ranges: Sequence[CachedSequence], gaps: _Gaps, at: int) -> int:
-        """Make one gap of several before the sequence of index ``at``, and return its start."""
-        start = gaps.slots_begin
-        end = gaps.slots_end
-        for sequence in ranges[gaps.first : at]:
-            self._shift(sequence, start)
-            start += sequence.capacity
-        for sequence in reversed(ranges[at : gaps.end]):
-            end -= sequence.capacity
-            self._shift(sequence, end)
-        return start
 
     def release(self, sequence: CachedSequence) -> None:
         """Free a sequence's slots; KeyError if it has none here."""
@@ -173,16 +130,16 @@ class KVPool:
 
     def _shift(self, sequence: CachedSequence, start: int) -> None:
         if sequence.start != start:
-            num_written = sequence.num_written
-            slots = slice(sequence.start, sequence.start + num_written)
-            overlaps = abs(sequence.start - start) < num_written
-            cached = [
-                stack[:, slots].clone() if overlaps else stack[:, slots]
-                for stack in self._stacks.values()
-            ]
-            for stack, tokens in zip(self._stacks.values(), cached, strict=True):
-                stack[:, start : start + num_written] = tokens
+            self._copy_slots(self, sequence.start, start, sequence.num_written)
             sequence.start = start
+
+    def _copy_slots(self, source: KVPool, begin: int, start: int, number: int) -> None:
+        """Copy slots from ``begin`` on of a pool of the same layers to those from ``start`` on."""
+        cached = [stack[:, begin : begin + number] for stack in source._stacks.values()]
+        if source is self and abs(begin - start) < number:
+            cached = [slots.clone() for slots in cached]
+        for stack, slots in zip(self._stacks.values(), cached, strict=True):
+            stack[:, start : start + number] = slots
 
     def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
         """Give one sequence the K/V of the first ``length`` tokens of another.
@@ -195,32 +152,22 @@ class KVPool:
         if source.states is not None:
             source.states.take_in(length)
             states = source.states.copy()
-        for stack in self._stacks.values():
-            tokens = stack[:, source.start : source.start + length]
-            stack[:, destination.start : destination.start + length] = tokens
+        self._copy_slots(self, source.start, destination.start, length)
         destination.length = length
         destination.position_offset = source.position_offset
         destination.states = states
 
     def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
-        """Move the sequences of another pool, and new ones, to this empty pool, with these
-        capacities.
+        """Move the sequences of another pool of the same layers, and new ones, to this empty pool,
+        with these capacities.
         """
-        starts = itertools.accumulate(capacities.values(), initial=0)
-        new_starts = dict(zip(capacities, starts, strict=False))
-        self._copy(other, new_starts)
-        for sequence, start in new_starts.items():
+        starts = list(itertools.accumulate(capacities.values(), initial=0))
+        for sequence, start in zip(capacities, starts, strict=False):
+            self._copy_slots(other, sequence.start, start, sequence.num_written)
+        for sequence, start in zip(capacities, starts, strict=False):
             sequence.start = start
             sequence.capacity = capacities[sequence]
-        self.sequences.update(new_starts)
-
-    def _copy(self, other: KVPool, starts: Mapping[CachedSequence, int]) -> None:
-        """Copy the K/V of sequences from a pool of the same layers to free slots of this one."""
-        for kind, stack in self._stacks.items():
-            for sequence, start in starts.items():
-                num_written = sequence.num_written
-                cached = other._stacks[kind][:, sequence.start : sequence.start + num_written]
-                stack[:, start : start + num_written] = cached
+        self.sequences.update(capacities)
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copy the K/V of whole slots, all layers at once; reads all of them before it writes."""
@@ -275,6 +222,7 @@ class KVCache:
         return self._pool.num_slots - self._pool.num_free
 
     @uninterrupted()
+    @as_memory_error()
     def reserve(
         self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None
     ) -> None:
@@ -294,10 +242,8 @@ class KVCache:
         pool = self.pool
         held = {sequence: sequence.capacity for sequence in pool.sequences}
         if (needed := sum((held | larger).values())) > pool.num_slots:
-            if pool.num_slots and not held:
-                pool = self._pool = self._new_pool(
-                    0
-                )  # frees its memory before the new one is allocated
+            if pool.num_slots and not held:  # free its memory before the new one is allocated
+                pool = self._pool = self._new_pool(0)
             doubled = 2 * pool.num_slots
             grown = self._new_pool(
                 max(needed, doubled if max_slots is None else min(doubled, max_slots))
@@ -306,10 +252,8 @@ class KVCache:
             self._pool = grown
             return
         try:
-            # From the end on: otherwise a gap behind the last sequence is moved past all of them,
-            # and back.
-            for sequence in sorted(larger, key=lambda known: known.start, reverse=True):
-                pool.place(sequence, larger[sequence])
+            for sequence, capacity in larger.items():
+                pool.place(sequence, capacity)
         except BaseException:
             for sequence in set(pool.sequences) - held.keys():
                 pool.release(sequence)
@@ -335,31 +279,72 @@ class KVCache:
             for sequence in sequences:
                 self.release(sequence)
 
-    def load(
-        self,
-        sequence: CachedSequence,
-        layers: Iterable[Sequence[torch.Tensor]],
-        length: int,
-        states: SequenceStates | None = None,
+    def write(
+        self, sequence: CachedSequence, layers: Iterable[Sequence[torch.Tensor]], end: int
     ) -> None:
-        """Copy in the K/V of a sequence's first ``length`` tokens, and take over the states after
-        them.
+        """Write to the slots of a sequence before the ``end``-th.
 
         Args:
             layers: K, V and index keys of each layer, [num_heads, num_given, dim]: of all the
                 tokens, or of the last ones if a sliding window has dropped the tokens before them.
         """
-        self.write(sequence, layers, length)
-        sequence.length = length
-        sequence.states = states
-
-    def write(
-        self, sequence: CachedSequence, layers: Iterable[Sequence[torch.Tensor]], end: int
-    ) -> None:
-        """Write K, V and index keys, as :meth:`load` takes them, to the slots of a sequence before
-        the ``end``-th.
-        """
         end += sequence.start
-        for layer, given in zip(self.pool.layers, layers, strict=True):
-            for stored, tensor in zip(layer, given, strict=True):
+        for layer, tensors in zip(self.pool.layers, layers, strict=True):
+            for stored, tensor in zip(layer, tensors, strict=True):
                 stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
+
+
+class SharedCache:
+    """Holder of a model's cache, which is freed with the last reference to it."""
+
+    def __init__(self, layout: Sequence[LayerShape], paths: Sequence[ForwardPath]):
+        """Begin without a cache.
+
+        Args:
+            layout: shapes of the layers' K and V.
+            paths: forward paths that use the pools.
+        """
+        self._layout = layout
+        self._paths = paths
+        self.reset_after_fork()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Begin with an empty cache: the threads that use it stayed with the parent."""
+        self._lock = Lock()
+        self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
+        self._idle_pool: KVPool | None = None  # kept for a path while it has no user
+
+    def get(self) -> KVCache:
+        """Return the cache, a new one if there is none."""
+        with self._lock:
+            cache = self._shared()
+            if cache is None:
+                cache = KVCache(self._new_pool, self._idle_pool or self._new_pool(0))
+                self._shared = ref(cache)
+            return cache
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storage, in use or kept."""
+        storage = self._shared() or self._idle_pool
+        return 0 if storage is None else storage.num_bytes
+
+    def _new_pool(self, num_slots: int) -> KVPool:
+        self._idle_pool = None  # replaced by the new pool, and freed with its graphs
+        num_padding_slots = max(path.num_padding_slots for path in self._paths)
+        return KVPool(self._layout, num_slots, num_padding_slots if num_slots else 0)
+
+    def keep_if_used(self, cache: KVCache) -> None:
+        """Keep the pool of a cache that may become idle, if it is small and a path uses it.
+
+        A pool that no path uses is freed at once, as others may refer to the cache for long."""
+        max_bytes = max(path.max_idle_bytes(cache.pool) for path in self._paths)
+        if not max_bytes:
+            cache.trim()
+        self._idle_pool = cache.pool if cache.num_bytes <= max_bytes else None
+        holders_of_idle_memory.add(self)
+
+    def free_idle_memory(self) -> None:
+        """Free the pool that was kept, unless it is in use."""
+        self._idle_pool = None

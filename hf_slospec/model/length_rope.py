@@ -9,17 +9,16 @@ batch, those of its longest row."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from hf_slospec.model.batch import NewTokens
-from hf_slospec.model.overrides import Attribute, ReplacedAttributes
+from hf_slospec.model.overrides import overriding
 from hf_slospec.model.transfer import to_device
 
 KINDS = ("longrope", "dynamic")
@@ -67,29 +66,20 @@ class LengthRope:
         # At max_plain itself, a module still uses the frequencies of a longer sequence before.
         return lengths if int(lengths.max()) >= self.max_plain else None
 
-    @contextlib.contextmanager
-    def following(self, lengths: torch.Tensor | None) -> Iterator[None]:
+    def following(self, lengths: torch.Tensor | None) -> AbstractContextManager[None]:
         """Rotate tokens by the frequencies of these lengths in forwards inside this context, in
         this thread only.
         """
-        if lengths is None or self.max_plain is None:
-            yield
-            return
+        if lengths is None:
+            return nullcontext()
         groups = [
             (length, torch.nonzero(lengths == length)[:, 0]) for length in lengths.unique().tolist()
         ]
         rotations = {
-            id(module): functools.partial(_rotated, _fresh(module), groups)
+            (module, "forward"): functools.partial(_rotated, _fresh(module), groups)
             for module in self.modules
         }
-        token = _active.set(rotations)
-        attributes = [(module, "forward") for module in self.modules]
-        _replaced.replace(attributes, _rotating)
-        try:
-            yield
-        finally:
-            _replaced.restore(attributes)
-            _active.reset(token)
+        return overriding(rotations, list(rotations))
 
 
 def _lengths(part: NewTokens) -> torch.Tensor:
@@ -115,6 +105,7 @@ def _fresh(module: torch.nn.Module) -> torch.nn.Module:
 def _rotated(
     module: torch.nn.Module,
     groups: Sequence[tuple[int, torch.Tensor]],
+    _: Callable[..., Any],
     x: torch.Tensor,
     position_ids: torch.Tensor,
     *args: Any,
@@ -142,16 +133,3 @@ def _rotated(
         torch.cat([part[:, :-1] for part in parts], dim=1)[:, in_order] for parts in pairs
     )
     return merged if isinstance(output, tuple) else merged[0]
-
-
-_active: ContextVar[dict[int, Any]] = ContextVar("hf_slospec_rotary_embeddings", default={})  # noqa: B039  never changed
-_replaced = ReplacedAttributes()
-
-
-def _rotating(plain: Any, attribute: Attribute) -> Any:
-    """Return a forward of a module that calls the rotation active in its thread, if there is one."""
-    return functools.partial(_forward, id(attribute[0]), plain)
-
-
-def _forward(key: int, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    return _active.get().get(key, plain)(*args, **kwargs)

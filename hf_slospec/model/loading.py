@@ -30,9 +30,7 @@ from hf_slospec.forks import Lock
 TIMEOUT_S = 5.0  # huggingface_hub tries an unreachable Hub for most of a minute, for every file
 
 
-def hub_options(
-    name: str | os.PathLike[str], cache_dir: Any = None, revision: str | None = None
-) -> dict[str, Any]:
+def hub_options(name: str | os.PathLike[str], cache_dir: Any = None) -> dict[str, Any]:
     """Return options of ``from_pretrained`` for a model's name: local files only if the Hub cannot
     be reached.
 
@@ -50,9 +48,7 @@ def hub_options(
             f"there is no folder {name}; give one that exists, or a repository as org/name"
         )
     try:
-        cached_path = try_to_load_from_cache(
-            name, "config.json", cache_dir=cache_dir, revision=revision
-        )
+        cached_path = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir)
     except HFValidationError as error:
         raise InvalidInputError(
             f"{name} is neither a folder nor a repository; their names are as org/name"
@@ -262,8 +258,8 @@ def check_vocabulary_of(name: str, tokenizer: Any) -> None:
         raise _no_tokenizer(name, tokenizer)
 
 
-def _no_tokenizer(name: str, given: Any) -> InvalidTypeError:
+def _no_tokenizer(name: str, value: Any) -> InvalidTypeError:
     return InvalidTypeError(
         f"{name} must be a loaded tokenizer, such as AutoTokenizer.from_pretrained(...) returns; got "
-        f"{type(given).__name__}"
+        f"{type(value).__name__}"
     )

@@ -8,10 +8,10 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.model.batch import MAX_DENSE, CachedSequence, Encoded
@@ -108,20 +108,6 @@ class Measured:
         return {size: float(cost(*size.amounts)) / s - 1.0 for size, s in held_out.items()}
 
 
-def measure(
-    packed: PackedModel,
-    limit_s: float,
-    held_out: bool = False,
-    repeats: int = REPEATS,
-) -> Measured:
-    """Time forwards of many sizes, in rounds, for about ``limit_s`` seconds.
-
-    Forwards that are expected to end after the limit are skipped, so that a slow model is measured
-    at fewer sizes. The caller must hold the model's lock.
-    """
-    return measure_by(Forwards(packed), limit_s, held_out, repeats)
-
-
 class Timer(Protocol):
     """Timer of forwards by size."""
 
@@ -132,13 +118,17 @@ class Timer(Protocol):
         """Return monotonic seconds."""
 
 
-def measure_by(
+def measure(
     forward_s: Timer,
     limit_s: float,
     held_out: bool = False,
     repeats: int = REPEATS,
 ) -> Measured:
-    """Measure as :func:`measure` does, with this timer."""
+    """Time forwards of many sizes, in rounds, for about ``limit_s`` seconds.
+
+    Forwards that are expected to end after the limit are skipped, so that a slow model is measured
+    at fewer sizes. The caller must hold the model's lock.
+    """
     measured = Measured()
     sizes = [*CURVE[:4], *SLOPES, *CURVE[4:], *(HELD_OUT if held_out else ())]
     forward_s(Size(1))  # includes one-off costs
@@ -175,7 +165,7 @@ class Forwards:
         self.clock = packed.ranks.clock
         self._cache = packed.kv_cache
         self._encoded: Encoded | None = None
-        if packed.attends_to_encoder:
+        if packed.family.attends_to_encoder:
             config = packed.model.config.get_text_config()
             length = getattr(config, "max_source_positions", KEYS)
             weight = packed.model.get_input_embeddings().weight
@@ -213,7 +203,7 @@ class Forwards:
 
 MAX_S = 1e4  # maximum seconds of a forward in a profile
 MAX_TOKENS = 2**20  # maximum number of tokens of a forward
-VERSION = 5  # changes with the file format and the measured sizes
+VERSION = 6  # changes with the file format and the measured sizes
 
 
 class Profile(BaseModel):
@@ -221,38 +211,24 @@ class Profile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: int = VERSION
     of: dict[str, Any]  # the model and machine that it is valid for; see `identity`
-    num_tokens: tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], ...]
-    seconds: tuple[Annotated[float, Field(gt=0, le=MAX_S)], ...]
-    per_request_s: Annotated[float, Field(ge=0, le=MAX_S)]
-    per_key_s: Annotated[float, Field(ge=0, le=MAX_S)]
+    cost: ForwardCost
 
     @model_validator(mode="after")
-    def _is_a_curve(self) -> Profile:
-        if len(self.num_tokens) != len(self.seconds) or not self.num_tokens:
-            raise ValueError("num_tokens and seconds must be equally long and not empty")
-        if list(self.num_tokens) != sorted(set(self.num_tokens)) or list(self.seconds) != sorted(
-            self.seconds
+    def _is_a_cost(self) -> Profile:
+        sizes = self.cost.curve.num_tokens
+        seconds = self.cost.curve.seconds
+        numbers = *seconds, self.cost.per_request_s, self.cost.per_key_s
+        rises = list(sizes) == sorted(set(sizes)) and list(seconds) == sorted(seconds)
+        if (
+            not rises
+            or len(sizes) != len(seconds)
+            or not 1 <= min(sizes) <= max(sizes) <= MAX_TOKENS
         ):
-            raise ValueError("num_tokens must rise, and seconds must not fall")
+            raise ValueError("num_tokens must rise, and seconds not fall, in as many points")
+        if not (seconds[0] > 0 and all(0 <= number <= MAX_S for number in numbers)):
+            raise ValueError("seconds must be in range")
         return self
-
-    @classmethod
-    def from_cost(cls, cost: ForwardCost, identity: dict[str, Any]) -> Profile:
-        """Return the profile of a cost, for the model and machine described by ``identity``."""
-        return cls(
-            of=identity,
-            num_tokens=cost.curve.num_tokens,
-            seconds=cost.curve.seconds,
-            per_request_s=cost.per_request_s,
-            per_key_s=cost.per_key_s,
-        )
-
-    def cost(self) -> ForwardCost:
-        return ForwardCost(
-            LatencyCurve(self.num_tokens, self.seconds), self.per_request_s, self.per_key_s
-        )
 
 
 def identity(packed: PackedModel) -> dict[str, Any]:
@@ -261,6 +237,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
     # They tell models with adapters and quantised layers from others.
     modules = Counter(type(module).__qualname__ for module in model.modules())
     return {
+        "version": VERSION,
         "class": type(model).__name__,
         "config": digest(config_values(model.config)),
         "modules": digest(sorted(modules.items())),
@@ -293,14 +270,15 @@ def load_profile(packed: PackedModel) -> ForwardCost | None:
         return None
     except (OSError, ValueError):
         return None  # the directory cannot be used; save_profile warns of it
-    return profile.cost() if profile.version == VERSION and profile.of == identity(packed) else None
+    return profile.cost if profile.of == identity(packed) else None
 
 
 def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
     """Save a cost; warn if the cache directory cannot be written to."""
     try:
         path = _path(packed)
-        write_atomically(path, Profile.from_cost(cost, identity(packed)).model_dump_json(indent=1))
+        profile = Profile(of=identity(packed), cost=cost)
+        write_atomically(path, profile.model_dump_json(indent=1))
     except (OSError, ValueError) as error:
         warnings.warn(
             f"the profile could not be saved ({error}); the model is measured again next time",

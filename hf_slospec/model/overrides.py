@@ -6,9 +6,9 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import metadata
 from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.assembly import load_plugins
+from hf_slospec.extras import load_entry_points
 from hf_slospec.forks import Lock, reset_in_children
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def register_override(factory: Factory) -> None:
         _factories.append(factory)
 
 
-# Overrides in force in this thread, by layer or by replaced function.
+# Overrides in force in this thread, by layer or by replaced attribute.
 _in_force: ContextVar[Mapping[Any, Override]] = ContextVar("hf_slospec_overrides", default={})  # noqa: B039  read only
 _replaced = ReplacedAttributes()
 
@@ -200,8 +201,8 @@ class Overrides:
     def of(cls, model: nn.Module, options: OverrideOptions, is_needed: bool = True) -> Overrides:
         """Return the overrides that plugins make for a model."""
         load_plugins()
-        for entry in metadata.entry_points(group=ENTRY_POINTS):
-            register_override(entry.load())
+        for factory in load_entry_points(ENTRY_POINTS):
+            register_override(factory)
         kinds = [factory(model, options) for factory in _factories]
         return cls(model, [kind for kind in kinds if kind is not None], is_needed)
 
@@ -243,20 +244,27 @@ class Overrides:
         self.attributes = [*((owner, "forward") for owner in owners), *functions]
         self._overrides = {**self.layers, **functions}
 
-    @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
+    def in_force(self) -> AbstractContextManager[None]:
         """Compute with the overrides inside this context, in this thread only."""
-        if not self._overrides:
-            yield
-            return
-        attributes = self.attributes
-        _replaced.replace(attributes, _overridable)
-        token = _in_force.set(self._overrides)
-        try:
-            yield
-        finally:
-            _in_force.reset(token)
-            _replaced.restore(attributes)
+        return overriding(self._overrides, self.attributes) if self._overrides else nullcontext()
+
+
+@contextlib.contextmanager
+def overriding(
+    overrides: Mapping[Any, Override], attributes: Sequence[Attribute]
+) -> Iterator[None]:
+    """Compute with overrides, by layer or attribute, inside this context, in this thread only.
+
+    ``attributes``: those to replace: forwards of the layers' classes, and attributes with overrides
+    of their own."""
+    outer = _in_force.get()
+    _replaced.replace(attributes, _overridable)
+    token = _in_force.set({**outer, **overrides} if outer else overrides)
+    try:
+        yield
+    finally:
+        _in_force.reset(token)
+        _replaced.restore(attributes)
 
 
 def _owner_of_forward(kind: type[nn.Module]) -> type[nn.Module]:
@@ -270,7 +278,7 @@ def _overridable(original: Override, attribute: Attribute) -> Override:
 
     It is always the same, as compiled code of other threads may depend on it.
     """
-    is_forward = attribute[1] == "forward"
+    is_forward = attribute[1] == "forward" and isinstance(attribute[0], type)
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -316,12 +324,12 @@ def all_modules(model: nn.Module) -> list[Any]:
     ``model.modules()`` takes several times as long, and each step reads the modules several times.
     """
     modules: list[Any] = [model]
-    known = {id(model)}  # modules may have several owners, and hold each other
+    ids = {id(model)}  # modules may have several owners, and hold each other
     for module in modules:
         if parts := module._modules:
             for part in list(parts.values()):  # other threads may add some
-                if part is not None and id(part) not in known:
-                    known.add(id(part))
+                if part is not None and id(part) not in ids:
+                    ids.add(id(part))
                     modules.append(part)
     return modules
 

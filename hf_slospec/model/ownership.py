@@ -182,17 +182,17 @@ def _foreign_attention(parts: Sequence[Any]) -> Iterator[str]:
     # Names have this prefix while a packed forward runs.
     implementations = {name.removeprefix("hf_slospec:") for name in names}
     for module in map(sys.modules.get, {type(part).__module__ for part in parts}):
-        own = vars(module) if module is not None else {}
-        interface = own.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        names_of_module = vars(module) if module is not None else {}
+        interface = names_of_module.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
         if not is_of_transformers(getattr(type(interface), "get_interface", None)):
             yield _title("ALL_ATTENTION_FUNCTIONS", type(interface))
         for name in implementations:
-            function = interface.get(name, own.get("eager_attention_forward"))
+            function = interface.get(name, names_of_module.get("eager_attention_forward"))
             if function is not None and not (
                 is_of_transformers(function) and function.__name__ in ATTENTION
             ):
                 yield _title(repr(name), function)
-        if own.get("__name__", "").startswith(f"{LIBRARY}."):
+        if names_of_module.get("__name__", "").startswith(f"{LIBRARY}."):
             yield from _replaced(module, ("create_", "repeat_kv"))
     for name in implementations:
         mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
@@ -247,11 +247,11 @@ def check_activations(model: nn.Module) -> None:
             getattr(module, "quantization_scheme", None),
             *module._parameters.values(),
         ]
-        found = next((type(holder).__name__ for holder in holders if _quantises(holder)), None)
-        if found is not None:
+        kind = next((type(holder).__name__ for holder in holders if _quantises(holder)), None)
+        if kind is not None:
             raise cannot_be_packed(
                 model,
-                f"{name} quantises activations ({found}), so that logits depend on which tokens a forward has; "
+                f"{name} quantises activations ({kind}), so that logits depend on which tokens a forward has; "
                 "quantise weights only, pass fallback=True, or call generate without slo_tpot",
             )
 

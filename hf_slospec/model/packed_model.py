@@ -17,7 +17,7 @@ from hf_slospec.model.batch import NewTokens
 from hf_slospec.model.eager import EagerPath, ExactPath
 from hf_slospec.model.family import probe_layers
 from hf_slospec.model.inputs import DraftLevel, ForwardInputs, Outputs
-from hf_slospec.model.kv_cache import KVCache, KVPool
+from hf_slospec.model.kv_cache import KVCache, KVPool, SharedCache
 from hf_slospec.model.length_rope import LengthRope
 from hf_slospec.model.overrides import OverrideOptions, Overrides
 from hf_slospec.model.paths import Facts, PathContext, make_paths, resolve_paths
@@ -29,7 +29,6 @@ from hf_slospec.model.properties import (
     watching_autocast,
 )
 from hf_slospec.model.ranks import Ranks, ranks_of
-from hf_slospec.model.shared_cache import SharedCache
 from hf_slospec.model.version import ModelVersion
 
 EAGER = SLOSpecConfig(compile=False)
@@ -62,9 +61,9 @@ class PackedModel:
         self.device = input_device(model)  # input tokens are on it
         self.exact = config.exact
         refuse_by_declaration(model)
-        with watching_autocast(model) as seen:
+        with watching_autocast(model) as autocast_of:
             self.family, self.layers = probe_layers(model)
-            self.autocast = seen()  # dtype of its products; None: it enables no autocast
+            self.autocast = autocast_of()  # dtype of its products; None: it enables no autocast
         self.version = version or ModelVersion(model)
         # What was made of the model is of these versions.
         self._weights_version = self.version.weights
@@ -77,8 +76,8 @@ class PackedModel:
             model,
             self.layers,
             num_ranks=self.ranks.number,
-            has_states=self.has_states,
-            attends_to_encoder=self.attends_to_encoder,
+            has_states=self.family.has_states,
+            attends_to_encoder=self.family.attends_to_encoder,
             varies_rope=self.rope.max_plain is not None,
             autocast=self.autocast,
             no_kernel=why_no_triton(self.layers) if is_exact_on_cuda else None,
@@ -175,21 +174,6 @@ class PackedModel:
         return sum(stored.num_bytes for layer in self.layers for stored in layer.shape.stored)
 
     @property
-    def has_states(self) -> bool:
-        """Return whether some layers keep a state instead of K and V."""
-        return self.family.has_states
-
-    @property
-    def attends_to_encoder(self) -> bool:
-        """Return whether layers attend to an encoder's outputs."""
-        return self.family.attends_to_encoder
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one sequence."""
-        return self.family.state_bytes
-
-    @property
     def num_selected(self) -> int | None:
         """Number of keys that the layers' indexers select for a token; None without indexers."""
         if all(layer.shape.index_key is None for layer in self.layers):
@@ -198,8 +182,8 @@ class PackedModel:
 
     def clamp_positions(self, positions: np.ndarray) -> np.ndarray:
         """Clamp positions to the learned position table; tokens beyond it are never committed."""
-        most = self.max_positions
-        return positions if most is None else np.minimum(positions, most - 1)
+        limit = self.max_positions
+        return positions if limit is None else np.minimum(positions, limit - 1)
 
     def clamp_tokens(self, tokens: np.ndarray) -> np.ndarray:
         """Clamp ids to the embedding table, which may be smaller than the target's."""

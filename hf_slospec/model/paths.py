@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +13,7 @@ import torch
 from hf_slospec.assembly import load_plugins
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.extras import load_entry_points
 from hf_slospec.forks import cached_property
 from hf_slospec.model.batch import AttentionLayer
 from hf_slospec.model.family import ModelFamily
@@ -53,7 +52,7 @@ class Facts:
     has_static_attention: bool = False
 
     @classmethod
-    def of(cls, model: Any, layers: Sequence[AttentionLayer], **others: Any) -> Facts:
+    def of(cls, model: Any, layers: Sequence[AttentionLayer], **fields: Any) -> Facts:
         """Return the facts of a model with these layers; ``others`` are further fields."""
         return cls(
             type(model).__name__,
@@ -65,7 +64,7 @@ class Facts:
             has_chunked_attention=any(layer.chunk for layer in layers),
             has_fused_experts=any(len(weight_names(each)) > 1 for each in model.modules()),
             is_plain=can_be_traced(model),
-            **others,
+            **fields,
         )
 
     @property
@@ -247,7 +246,8 @@ def register_path(path: type[ForwardPath]) -> None:
 def registered_paths() -> list[type[ForwardPath]]:
     """Return the paths of plugins and of other distributions, in their order."""
     load_plugins()
-    _load_entry_points()
+    for path in load_entry_points(ENTRY_POINTS):
+        register_path(path)
     return sorted(_PATHS.values(), key=lambda path: path.order)
 
 
@@ -256,9 +256,3 @@ def make_paths(
 ) -> list[ForwardPath]:
     """Return the paths of a model, of which ``eager`` is the last."""
     return [*(_PATHS[name](context, eager) for name in resolution.paths[:-1]), eager]
-
-
-@functools.cache
-def _load_entry_points() -> None:
-    for entry in metadata.entry_points(group=ENTRY_POINTS):
-        register_path(entry.load())

@@ -14,6 +14,7 @@ from hf_slospec.model.attention.hook import (
     AttentionHook,
     PlainAttention,
     Positions,
+    run_model,
 )
 from hf_slospec.model.batch import AttentionLayer, AttentionRules, LayerShape, Stored
 from hf_slospec.model.ownership import check_mask_function
@@ -25,7 +26,6 @@ from hf_slospec.model.properties import (
     reach_of,
     refused_if_it_fails,
 )
-from hf_slospec.model.run import run_model
 from hf_slospec.model.whose_code import is_compiled
 
 NO_MIXING = {"mlp", "moe"}  # types of layers that process each token alone, and so keep nothing

@@ -36,8 +36,8 @@ def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
     """Return name and value of the cache among keyword arguments; the value is None if there is
     none.
     """
-    given = [(name, arguments[name]) for name in CACHE_NAMES if arguments.get(name) is not None]
-    return given[0] if given else (CACHE_NAME, None)
+    pairs = [(name, arguments[name]) for name in CACHE_NAMES if arguments.get(name) is not None]
+    return pairs[0] if pairs else (CACHE_NAME, None)
 
 
 # Settings that say nothing of a model: packed forwards replace implementations, trainers switch
@@ -61,7 +61,6 @@ UNREAD = {
 FORWARD_ERRORS = (
     TypeError,
     AttributeError,
-    NotImplementedError,
     RuntimeError,
     ValueError,
     LookupError,
@@ -240,15 +239,15 @@ def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
 
     ``Accelerator.prepare`` replaces a model's forward by one that turns autocast on.
     """
-    seen: list[torch.dtype | None] = [None]
+    dtypes: list[torch.dtype | None] = [None]
     device = input_device(model).type
 
     def watch(*_: Any) -> None:
-        seen[0] = autocast_dtype(device)
+        dtypes[0] = autocast_dtype(device)
 
     hook = model.get_input_embeddings().register_forward_pre_hook(watch)
     try:
-        yield lambda: seen[0]
+        yield lambda: dtypes[0]
     finally:
         hook.remove()
 
@@ -305,7 +304,7 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
     first = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
     try:
         with _OnHost():  # type: ignore[no-untyped-call]  # torch's has no annotations
-            seen = mask_function(first, first, queries[None, None], keys[None, None]).reshape(
+            allowed = mask_function(first, first, queries[None, None], keys[None, None]).reshape(
                 queries.shape[0], -1
             )
     except IndexError:  # the function reads tokens of a batch
@@ -315,7 +314,7 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
     if local_size is not None:
         candidates[Reach(window=size)] = causal & (queries - keys < size)
         candidates[Reach(chunk=size)] = causal & (queries // size == keys // size)
-    return next((reach for reach, mask in candidates.items() if torch.equal(mask, seen)), None)
+    return next((reach for reach, mask in candidates.items() if torch.equal(mask, allowed)), None)
 
 
 # Relative errors of a node's logits: above rounding, and far below the error of attending to a

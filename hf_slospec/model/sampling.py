@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -17,6 +17,7 @@ from hf_slospec.engine.interfaces import Chooser
 from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
 from hf_slospec.model.memory import is_out_of_memory
 from hf_slospec.model.noise import GeneratorNoise
+from hf_slospec.model.record import Record
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
@@ -34,85 +35,6 @@ MAX_BATCHED_LOGITS = (
 )  # logits per step; if there are more, a CPU processes only the nodes that are reached
 
 
-class TokenLogprobs(NamedTuple):
-    """Log probabilities of a committed token and of the most probable ones at its position, before
-    any processor.
-    """
-
-    logprob: float
-    top: list[tuple[int, float]]  # token and log probability, best first
-
-    @classmethod
-    def of(cls, logprobs: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
-        """Return the record of a token; ``logprobs`` [vocab] are those of all tokens."""
-        top = logprobs.topk(min(num_top, len(logprobs)))
-        return cls(
-            float(logprobs[token]),
-            list(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
-        )
-
-
-class Record:
-    """Logits, processed scores and log probabilities of committed tokens, if they are requested."""
-
-    def __init__(self, num_rows: int, config: Any):
-        is_dict = config.return_dict_in_generate
-        # By row and position, [vocab] each.
-        self._logits = _new_rows(num_rows, is_dict and config.output_logits)
-        self._scores = _new_rows(num_rows, is_dict and config.output_scores)
-        self.num_top: int | None = (
-            None  # most probable tokens to record per position; None: no log probabilities
-        )
-        self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_rows)]
-
-    @property
-    def is_wanted(self) -> bool:
-        """Return whether anything is recorded."""
-        return self._logits is not None or self._scores is not None or self.num_top is not None
-
-    def add(self, row: int, logits: torch.Tensor, scores: torch.Tensor, token: int) -> None:
-        """Record a row's next committed token with its logits and scores, both [vocab]."""
-        for rows, value in ((self._logits, logits), (self._scores, scores)):
-            if rows is not None:
-                rows[row].append(
-                    value.clone()
-                )  # a view would keep the logits of all nodes in memory
-        if self.num_top is not None:
-            self.logprobs[row].append(TokenLogprobs.of(logits.log_softmax(-1), token, self.num_top))
-
-    def unshared(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits that processors may write into: a copy if log probabilities are recorded."""
-        return logits if self.num_top is None else logits.clone()
-
-    def scores_of(self, row: int) -> tuple[torch.Tensor, ...] | None:
-        """Return a row's scores so far for stopping criteria: one [1, vocab] tensor per position."""
-        return None if self._scores is None else tuple(scores[None] for scores in self._scores[row])
-
-    def logits(self, num_positions: int) -> tuple[torch.Tensor, ...] | None:
-        """Return logits as ``generate`` does: one [batch, vocab] tensor per position; None if not
-        recorded.
-        """
-        return _by_position(self._logits, num_positions)
-
-    def scores(self, num_positions: int) -> tuple[torch.Tensor, ...] | None:
-        """Return processed scores, as :meth:`logits` does."""
-        return _by_position(self._scores, num_positions)
-
-
-def _new_rows(num_rows: int, is_wanted: bool) -> list[list[torch.Tensor]] | None:
-    return [[] for _ in range(num_rows)] if is_wanted else None
-
-
-def _by_position(
-    rows: list[list[torch.Tensor]] | None, num_positions: int
-) -> tuple[torch.Tensor, ...] | None:
-    if rows is None:
-        return None
-    return tuple(
-        torch.stack(column) for column in zip(*(row[:num_positions] for row in rows), strict=True)
-    )
-
-
 class DoubledSums(TorchFunctionMode):
     """Computes running sums of one row as those of two while it is entered.
 
@@ -127,12 +49,8 @@ class DoubledSums(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function of torch, running sums along the last dimension of two rows."""
-        if (
-            function in (torch.cumsum, torch.Tensor.cumsum)
-            and args
-            and args[0].ndim == 2
-            and len(args[0]) == 1
-        ):
+        is_sum = function in (torch.cumsum, torch.Tensor.cumsum) and args
+        if is_sum and args[0].ndim == 2 and len(args[0]) == 1:
             return function(torch.cat((args[0], args[0])), *args[1:], **(kwargs or {}))[:1]
         return function(*args, **(kwargs or {}))
 
@@ -191,15 +109,12 @@ class StockSampler:
             return _nothing_pending([])
         if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
-        num_nodes = [tree.num_nodes for tree in trees]
-        is_cheap = logits.numel() <= MAX_BATCHED_LOGITS
-        on_cpu = logits.device.type == "cpu"
-        is_together = (
-            is_cheap if on_cpu else not self.is_exact
-        )  # there, sums may depend on the number of rows
+        # Elsewhere, sums may depend on the number of rows.
+        is_together = logits.numel() <= MAX_BATCHED_LOGITS if logits.is_cpu else not self.is_exact
         if self.ignore_sequence and (is_together or not (self.processors[0] or self.do_sample)):
-            return self._choose_together(requests, logits, trees, num_nodes)
-        pairs = zip(requests, logits.split(num_nodes), strict=True)
+            return self._choose_together(requests, logits, trees)
+        per_request = logits.split([tree.num_nodes for tree in trees])
+        pairs = zip(requests, per_request, strict=True)
         return _nothing_pending([functools.partial(self._choose_by_path, *pair) for pair in pairs])
 
     def _choose_together(
@@ -207,7 +122,6 @@ class StockSampler:
         requests: Sequence[Request],
         logits: torch.Tensor,
         trees: Sequence[TokenTree],
-        num_nodes: list[int],
     ) -> PendingChoices:
         """Choose for all nodes at once, as a choice depends on its node's logits and position only."""
         raw = logits.to(device=self.device, dtype=torch.float32)
@@ -222,17 +136,14 @@ class StockSampler:
         else:
             choices = scores.argmax(-1)
 
+        num_nodes = [tree.num_nodes for tree in trees]
+
         def choosers(read: list[int]) -> list[Chooser]:
-            per_request_choices = _split(read, num_nodes)
+            choices = _split(read, num_nodes)
             if not self.record.is_wanted:
-                return [functools.partial(_choice, choices) for choices in per_request_choices]
-            parts = zip(
-                requests,
-                per_request_choices,
-                raw.split(num_nodes),
-                scores.split(num_nodes),
-                strict=True,
-            )
+                return [functools.partial(_choice, each) for each in choices]
+            columns = requests, choices, raw.split(num_nodes), scores.split(num_nodes)
+            parts = zip(*columns, strict=True)
             return [functools.partial(self._recorded_choice, *part) for part in parts]
 
         return choices, choosers
@@ -333,19 +244,10 @@ class StockSampler:
             self._noise.end(num_positions)
 
 
-class GreedySampler:
-    """Choice of the most probable token, without processors."""
-
-    def choose(
-        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
-    ) -> PendingChoices:
-        num_nodes = [tree.num_nodes for tree in trees]
-        return logits.argmax(-1), lambda choices: [
-            tokens.__getitem__ for tokens in _split(choices, num_nodes)
-        ]
-
-
-GREEDY = GreedySampler()
+def _greedy(logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
+    """Choose the most probable tokens, without processors."""
+    num_nodes = [tree.num_nodes for tree in trees]
+    return logits.argmax(-1), lambda read: [each.__getitem__ for each in _split(read, num_nodes)]
 
 
 class RequestSamplers:
@@ -368,20 +270,21 @@ class RequestSamplers:
     def choose(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
     ) -> PendingChoices:
-        groups: dict[StockSampler | GreedySampler, list[int]] = {}
+        groups: dict[StockSampler | None, list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault(self._samplers.get(request, GREEDY), []).append(index)
+            groups.setdefault(self._samplers.get(request), []).append(index)
         by_request = logits.split([tree.num_nodes for tree in trees])
         pending: list[PendingChoices] = []
         for sampler, group in groups.items():
-            group_logits = (
-                logits if len(group) == len(requests) else torch.cat([by_request[i] for i in group])
-            )
+            is_only = len(group) == len(requests)
+            group_logits = logits if is_only else torch.cat([by_request[i] for i in group])
+            group_trees = [trees[i] for i in group]
+            if sampler is None:
+                pending.append(_greedy(group_logits, group_trees))
+                continue
             try:
                 pending.append(
-                    sampler.choose(
-                        [requests[i] for i in group], group_logits, [trees[i] for i in group]
-                    )
+                    sampler.choose([requests[i] for i in group], group_logits, group_trees)
                 )
             except BaseException as error:  # the call's processors may raise any class
                 if is_out_of_memory(error):
@@ -428,12 +331,10 @@ def processed(
         scores = processor(input_ids, scores)
         # Fewer columns are fine, as in stock generate: the tokens behind them cannot be chosen.
         if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != len(raw):
-            shape = (
-                list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-            )
-            name = type(processor).__name__
+            shape = getattr(scores, "shape", type(scores).__name__)
             raise InvalidInputError(
-                f"logits_processor {name} must return scores of shape {list(raw.shape)}, got {shape}"
+                f"logits_processor {type(processor).__name__} must return scores of shape "
+                f"{list(raw.shape)}, got {shape}"
             )
     return scores
 

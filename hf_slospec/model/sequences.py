@@ -14,8 +14,7 @@ from hf_slospec.model.kept_prefixes import KeptPrefix, KeptPrefixes, RequestToke
 from hf_slospec.model.kv_cache import KVCache
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.tree_mask import chain, chain_and_tree
-from hf_slospec.tree.tree import TokenTree
+from hf_slospec.model.tree_mask import chain
 
 NEVER = -1  # equals no version of a model
 MIN_SHARED = 16  # tokens; computing the K/V of fewer is faster than keeping or copying it
@@ -58,8 +57,7 @@ class Sequences:
         self._withheld = set[RequestTokens]()  # requests whose K/V must not be reused
         self._kept = KeptPrefixes()
         self._kept_state = 0  # weights_state of all kept prefixes
-        # State of the weights on which several processes agreed, if they must.
-        self.decided_state: int | None = None
+        self.decided_state: int | None = None  # that on which several processes agreed
 
     @property
     def weights_state(self) -> int:
@@ -93,7 +91,7 @@ class Sequences:
     @property
     def is_empty(self) -> bool:
         """Return whether there is neither a request with K/V nor a kept prefix."""
-        return not self._by_request and not len(self._kept)
+        return not (self._by_request or self._kept.num_tokens)
 
     @property
     def num_held(self) -> int:
@@ -130,10 +128,9 @@ class Sequences:
             request: len(request.tokens) + size
             for request, size in zip(requests, sizes, strict=True)
         }
+        lacking = [each for each, slots in needed.items() if self._capacity(each) < slots]
         try:
-            self._provide(
-                {request: self._first_capacity(request) for request in self._lacking(needed)}
-            )
+            self._provide({request: self._first_capacity(request) for request in lacking})
         except MemoryError:
             for request, sequence in self._by_request.items():
                 used = max(len(request.tokens), sequence.length)
@@ -148,24 +145,20 @@ class Sequences:
 
     def reserve_for(self, request: RequestTokens, length: int) -> None:
         """Reserve slots for ``length`` tokens of one request."""
-        self._provide(self._lacking({request: length}))
+        self._provide({request: length})
 
-    def _lacking(self, needed: Mapping[RequestTokens, int]) -> dict[RequestTokens, int]:
-        """Return the slots needed by the requests that have fewer."""
-        held = {request: sequence.capacity for request, sequence in self._by_request.items()}
-        return {request: slots for request, slots in needed.items() if held.get(request, 0) < slots}
+    def _capacity(self, request: RequestTokens) -> int:
+        return self._by_request[request].capacity if request in self._by_request else 0
 
     def _divide(self, needed: Mapping[RequestTokens, int], room: int) -> None:
-        """Give all requests the slots that they need and those of up to ``room`` further tokens;
-        take others back.
-        """
+        """Give all requests the slots needed and up to ``room`` further ones; take others back."""
         capacities = {
             request: slots + min(request.num_left, room) for request, slots in needed.items()
         }
         self._check_limit(sum(capacities.values()))
         for request, sequence in self._by_request.items():
             sequence.capacity = min(sequence.capacity, capacities[request])
-        self._provide(self._lacking(capacities))
+        self._provide(capacities)
 
     def _check_limit(self, needed: int) -> None:
         if self.max_slots is not None and needed > self.max_slots:
@@ -177,28 +170,26 @@ class Sequences:
         return len(request.tokens) + room + self.max_nodes
 
     def _provide(self, capacities: Mapping[RequestTokens, int]) -> None:
-        """Give requests ranges of slots of these capacities, and move their K/V there."""
-        if not capacities:
+        """Give requests ranges of at least these capacities, and move their K/V there."""
+        more = {each: slots for each, slots in capacities.items() if self._capacity(each) < slots}
+        if not more:
             return
         limit = self.max_slots
         if limit is not None:
-            held = {request: sequence.capacity for request, sequence in self._by_request.items()}
-            needed = sum((held | dict(capacities)).values())
+            needed = self.num_held + sum(more.values()) - sum(map(self._capacity, more))
             self._check_limit(needed)
             self._keep_at_most(limit - needed)
             # Slots of other engines in the same pool do not count.
             limit += self.cache.num_held - self.num_held - self._kept.num_tokens
-        sequences = {
-            request: self._by_request.get(request) or CachedSequence() for request in capacities
-        }
-        slots = {sequences[request]: slots for request, slots in capacities.items()}
+        sequences = {request: self._by_request.get(request) or CachedSequence() for request in more}
+        slots = {sequences[request]: slots for request, slots in more.items()}
         try:
-            self._reserve(slots, limit)
+            self.cache.reserve(slots, limit)
         except MemoryError:
-            if not len(self._kept):
+            if not self._kept.num_tokens:
                 raise
             self._keep_at_most(0)
-            self._reserve(slots, limit)
+            self.cache.reserve(slots, limit)
         for request, sequence in sequences.items():
             self._by_request[request] = sequence
             self._describe(sequence, request)
@@ -208,24 +199,15 @@ class Sequences:
                 is_withheld = request in self._withheld
                 sequence.weights_state = NEVER if is_withheld else self.weights_state
 
-    def _reserve(self, slots: dict[CachedSequence, int], limit: int | None) -> None:
-        with as_memory_error():
-            self.cache.reserve(slots, limit)
-
     @staticmethod
     def _describe(sequence: CachedSequence, request: RequestTokens) -> None:
         sequence.prompt_len = len(request.params.prompt)
         sequence.num_padding = request.params.num_padding
 
     def _keep_at_most(self, num_tokens: float) -> None:
-        """Evict the least recently used prefixes until the others have at most ``num_tokens``
-        tokens.
-        """
-        max_prefixes = KEPT_STATES if self.packed.has_states else len(self._kept)
-        for prefix in self._kept.by_age():
-            if self._kept.num_tokens <= num_tokens and len(self._kept) <= max_prefixes:
-                return
-            self._kept.remove(prefix)
+        """Evict the least recently used prefixes until ``num_tokens`` tokens are left at most."""
+        max_prefixes = KEPT_STATES if self.packed.family.has_states else len(self._kept)
+        for prefix in self._kept.evict(num_tokens, max_prefixes):
             self.cache.release(prefix.sequence)
 
     def release(self, request: RequestTokens, may_keep: bool = True) -> None:
@@ -237,19 +219,14 @@ class Sequences:
         may_keep = may_keep and bool(self.max_kept) and request.error is None
         if may_keep and self._is_shareable(sequence):
             # Without memory to update its states, it is not kept, and later requests take longer.
+            tokens = request.tokens[: sequence.length]
             with contextlib.suppress(MemoryError), as_memory_error():
-                self._keep(
-                    KeptPrefix(
-                        request.params.cache_salt, request.tokens[: sequence.length], sequence
-                    )
-                )
+                self._keep(KeptPrefix(request.params.cache_salt, tokens, sequence))
                 return
         self.cache.release(sequence)
 
     def close(self) -> None:
-        """Release all requests and the cache; the last user frees its memory, or keeps it for its
-        CUDA graphs.
-        """
+        """Release all requests and the cache, whose last user frees its memory unless graphs use it."""
         for request in list(self._by_request):
             self.release(request, may_keep=False)
         self._keep_at_most(0)
@@ -258,80 +235,70 @@ class Sequences:
             self._cache = None
 
     def check(self, requests: Sequence[RequestTokens]) -> None:
-        """Raise AssertionError if another request than these holds slots, or two sequences share a
-        slot.
-        """
+        """Raise AssertionError if a request but these holds slots, or two sequences share one."""
         assert self._by_request.keys() <= set(requests), "a request that is not running holds K/V"
-        sequences = {
-            *self._by_request.values(),
-            *(prefix.sequence for prefix in self._kept.by_age()),
-        }
+        kept = (prefix.sequence for prefix in self._kept.by_age())
+        sequences = {*self._by_request.values(), *kept}
         assert sequences <= set(self.cache.pool.sequences), "a request has lost its KV slots"
         self.cache.pool.check()
 
     # ---- reuse
 
     def withhold(self, request: RequestTokens) -> None:
-        """Keep the K/V of a request from being reused, as it does not depend on the request's
-        tokens alone.
-        """
+        """Never reuse the K/V of a request: it depends on more than the request's tokens."""
         self._withheld.add(request)
         if request in self._by_request:
             self.of(request).weights_state = NEVER
 
     def num_reusable(self, request: RequestTokens) -> int:
         """Return how many tokens :meth:`reuse` would find now; 0 for a request that has K/V."""
-        length = 0 if request in self._by_request else self._longest_match(request)[1]
+        length = 0 if request in self._by_request else self._longest_match(request)[2]
         return length if length >= MIN_SHARED else 0
 
     def reuse(self, request: RequestTokens) -> int:
-        """Give a request the K/V of the sequence that shares the most leading tokens, if that is
-        more than it has.
+        """Give a request the K/V of the sequence that shares the most leading tokens.
 
         Returns:
-            The number of the request's tokens whose K/V is cached now; never all, as the last one's
+            Number of the request's tokens whose K/V is cached now; never all, as the last one's
             logits are needed.
         """
-        source, length = self._longest_match(request)
-        if length < self.num_cached(request) + MIN_SHARED:
+        prefix, source, length = self._longest_match(request)
+        if source is None or length < self.num_cached(request) + MIN_SHARED:
             return self.num_cached(request)
-        if isinstance(source, KeptPrefix):
-            self._kept.touch(source)  # so that it is evicted last to make room for the request
-            is_new = request not in self._by_request
-            left_out = len(source.tokens) - length
-            if is_new and (left_out < MIN_SHARED or not self._is_room_beside(source, request)):
-                self._take_over(source, request, length)
-            else:
-                self._copy(source.sequence, request, length)
-        elif source is not None:
-            self._copy(source, request, length)
+        if prefix is not None:
+            self._kept.touch(prefix)  # so that it is evicted last to make room for the request
+            is_most = source.length < length + MIN_SHARED
+            needed = self.num_held + source.length + self._first_capacity(request)
+            is_room = self.max_slots is None or needed <= self.max_slots
+            if request not in self._by_request and (is_most or not is_room):
+                self._take_over(prefix, request, length)
+                return length
+        self._copy(source, request, length)
         return self.num_cached(request)
 
     def _longest_match(
         self, request: RequestTokens
-    ) -> tuple[KeptPrefix | CachedSequence | None, int]:
-        """Return the kept or running sequence that shares the most leading tokens with a request,
-        and how many.
-        """
+    ) -> tuple[KeptPrefix | None, CachedSequence | None, int]:
+        """Return the sequence that shares the most leading tokens, its prefix if kept, and how many."""
         params = request.params
         if self.max_kept is None or not self._is_plain(len(params.prompt) + params.num_padding):
-            return None, 0
+            return None, None, 0
         self.packed.version.notice(structure=False)
         if self._kept_state != self.weights_state:
             self._keep_at_most(0)
         wanted = request.tokens[:-1][: self.packed.rope.max_plain]
-        matches = list[tuple[KeptPrefix | CachedSequence, int]]()
-        kept, length = self._kept.longest(wanted, params.cache_salt)
-        # A state cannot be cut to fewer tokens.
-        if kept is not None and (length == len(kept.tokens) or not self.packed.has_states):
-            matches.append((kept, length))
+        matches = list[tuple[KeptPrefix | None, CachedSequence, int]]()
+        prefix, length = self._kept.longest(wanted, params.cache_salt)
+        if prefix is not None:
+            matches.append((prefix, prefix.sequence, length))
         for other, sequence in self._by_request.items():
             is_open = other is not request and other.params.cache_salt == params.cache_salt
             if is_open and self._is_shareable(sequence):
                 length = min(num_common(other.tokens, wanted), sequence.length)
-                if length == sequence.length or not self.packed.has_states:
-                    matches.append((sequence, length))
-        return max(matches, key=lambda pair: pair[1], default=(None, 0))
+                matches.append((None, sequence, length))
+        if self.packed.family.has_states:  # a state cannot be cut to fewer tokens
+            matches = [match for match in matches if match[2] == match[1].length]
+        return max(matches, key=lambda match: match[2], default=(None, None, 0))
 
     def _is_shareable(self, sequence: CachedSequence) -> bool:
         return (
@@ -343,19 +310,12 @@ class Sequences:
         )
 
     def _is_plain(self, length: int) -> bool:
-        """Return whether a prompt of this length gets the same RoPE as other prompts; long ones may
-        be scaled.
-        """
+        """Return whether a prompt of this length gets the RoPE of shorter ones."""
         return self.packed.rope.max_plain is None or length <= self.packed.rope.max_plain
 
-    def _is_room_beside(self, kept: KeptPrefix, request: RequestTokens) -> bool:
-        """Return whether there are slots for a request besides those of a kept prefix."""
-        needed = self.num_held + len(kept.tokens) + self._first_capacity(request)
-        return self.max_slots is None or needed <= self.max_slots
-
-    def _take_over(self, kept: KeptPrefix, request: RequestTokens, length: int) -> None:
-        self._kept.remove(kept)
-        sequence = kept.sequence
+    def _take_over(self, prefix: KeptPrefix, request: RequestTokens, length: int) -> None:
+        self._kept.remove(prefix)
+        sequence = prefix.sequence
         sequence.length = length
         needed = max(length, len(request.tokens) + self.max_nodes)
         sequence.capacity = min(sequence.capacity, needed)
@@ -404,19 +364,9 @@ class Sequences:
 
     def prefill(self, request: RequestTokens, num_tokens: int) -> None:
         """Compute the K/V of the request's next ``num_tokens`` tokens."""
-        part = self.chain(request, self.uncached(request)[:num_tokens])
+        part = chain(self.packed, self.of(request), self.uncached(request)[:num_tokens])
         self.forward([part], torch.empty(0, dtype=torch.int64, device="cpu"))
         self.of(request).length += num_tokens
-
-    def chain(self, request: RequestTokens, tokens: Sequence[int]) -> NewTokens:
-        """Return ``tokens`` behind the cached ones, with a causal mask."""
-        return chain(self.packed, self.of(request), tokens)
-
-    def chain_and_tree(
-        self, request: RequestTokens, tokens: Sequence[int], tree: TokenTree
-    ) -> NewTokens:
-        """Return ``tokens`` up to the root, then the tree's other nodes."""
-        return chain_and_tree(self.packed, self.of(request), tokens, tree)
 
     # ---- K/V that others computed
 
@@ -428,29 +378,19 @@ class Sequences:
         position_offset: int = 0,
         states: SequenceStates | None = None,
     ) -> None:
-        """Copy in the K/V of the request's first ``length`` tokens; see :meth:`KVCache.load`.
+        """Copy in the K/V of the request's first ``length`` tokens, and take over the states after
+        them.
 
-        ``position_offset``: positions of later tokens minus their indices.
+        Args:
+            layers: as in :meth:`KVCache.write`.
+            position_offset: positions of later tokens minus their indices.
         """
-        self.cache.load(self.of(request), layers, length, states)
-        self.of(request).position_offset = position_offset
+        sequence = self.of(request)
+        self.cache.write(sequence, layers, length)
+        sequence.length = length
+        sequence.states = states
+        sequence.position_offset = position_offset
 
     def replace(self, request: RequestTokens, layers: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Replace each layer's K, V and index keys [num_heads, 1, dim] of the token behind the
-        cached ones.
-        """
+        """Write each layer's K, V and index keys [num_heads, 1, dim] of the first uncached token."""
         self.cache.write(self.of(request), layers, self.num_cached(request) + 1)
-
-    def last_slots(self, request: RequestTokens, number: int) -> torch.Tensor:
-        """Return the slots of the last cached tokens of a request.  -> [number] int64, on the host"""
-        sequence = self.of(request)
-        assert number <= sequence.length, "slots before a sequence are another's"
-        end = sequence.start + sequence.length
-        return torch.arange(end - number, end, device="cpu")
-
-    def states(self, request: RequestTokens) -> SequenceStates | None:
-        """Return the states after the request's cached tokens; None if the model has none."""
-        sequence = self.of(request)
-        if sequence.states is not None:
-            sequence.states.take_in(sequence.length)
-        return sequence.states

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,9 @@ from hf_slospec.model.properties import relative_error
 from hf_slospec.model.sampling import PendingChoices
 from hf_slospec.model.sequences import MIN_SHARED, Sequences
 from hf_slospec.model.transfer import to_device
+from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.model.trial import tolerance
+from hf_slospec.request.params import PromptReader
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
@@ -42,14 +45,6 @@ class Sampler(Protocol):
 
         ``logits`` [num_nodes of all trees, vocab], in the model's dtype, holds each tree's nodes in
         turn, root first."""
-
-
-class _Committed(NamedTuple):
-    """Verified tokens of a request that are committed."""
-
-    request: Request
-    begin: int  # index of the first one in the request's tokens
-    indices: Sequence[int]  # among the request's tokens in the packed batch
 
 
 class PackedTarget(Target):
@@ -116,90 +111,68 @@ class PackedTarget(Target):
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
+        sequences = self.sequences
+        packed = sequences.packed
         num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
-        if self.sequences.packed.ranks.number > 1:
+        if packed.ranks.number > 1:
             self._check_ranks(requests, trees, chunks)
         self._reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
-        whole = {
-            request: done
-            for request in requests
-            if (done := self._prefill_whole(request)) is not None
-        }
+        whole = list(map(self._prefill_whole, requests))
         self._begins = {}
         self._features = None
         parts = []
-        logit_rows = list[Rows]()
-        read_rows = dict[Request, Rows]()
+        chosen_rows = [NO_ROWS]
+        reads = list[tuple[PromptReader, Rows]]()
         begin = 0
         for request, tree, length in (
-            *((request, tree, None) for request, tree in zip(requests, trees, strict=True)),
+            *zip(requests, trees, itertools.repeat(None), strict=False),
             *((chunk.request, None, chunk.num_tokens) for chunk in chunks),
         ):
-            tokens, self._begins[request] = self.sequences.uncached(request)[:length], begin
-            if request.num_unread:
-                read_rows[request] = self._rows_to_read(request, begin, len(tokens))
+            tokens = sequences.uncached(request)[:length]
+            sequence = sequences.of(request)
+            self._begins[request] = begin
+            if (reader := request.params.prompt_reader) is not None:
+                first = begin - sequence.length  # row of the prompt's first token, if it had one
+                end = min(sequence.length + len(tokens), request.prompt_len - 1)
+                reads.append((reader, np.arange(first + reader.num_read, first + end)))
             if tree is None:
-                parts.append(self.sequences.chain(request, tokens))
+                parts.append(chain(packed, sequence, tokens))
             else:  # the last token is the root
-                parts.append(self.sequences.chain_and_tree(request, tokens, tree))
-                logit_rows.append(begin + len(tokens) - 1 + np.arange(tree.num_nodes))
-                begin += tree.num_nodes - 1
-            begin += len(tokens)
-        # Rows that tokens are chosen from, and rows for prompt readers.
-        wanted = np.concatenate([NO_ROWS, *logit_rows, *read_rows.values()])
-        num_chosen = sum(map(len, logit_rows))
+                parts.append(chain_and_tree(packed, sequence, tokens, tree))
+                chosen_rows.append(begin + len(tokens) - 1 + np.arange(tree.num_nodes))
+            begin += parts[-1].num_tokens
+        wanted = np.concatenate([*chosen_rows, *(rows for _, rows in reads)])
         layers = self._reader.feature_layers if self._reader is not None else ()
         try:
-            outputs = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
+            outputs = sequences.forward(parts, torch.from_numpy(wanted), layers)
         except BaseException:  # nothing has changed, as the engine expects
-            for request in whole:
-                self.sequences.of(request).truncate(0)
+            for request, prefilled in zip(requests, whole, strict=True):
+                if prefilled is not None:
+                    sequences.of(request).truncate(0)
             raise
         self._features = outputs.features
-        logits = outputs.logits[:num_chosen]
-        prompt_logits = outputs.logits[num_chosen:]
-        roots = dict(
-            zip(
-                requests,
-                np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist(),
-                strict=True,
-            )
+        logits, *read_logits = outputs.logits.split(
+            [sum(map(len, chosen_rows)), *(len(rows) for _, rows in reads)]
         )
-        expected = dict[Request, torch.Tensor]()  # logits after prompts, by the model's own forward
-        for request, done in whole.items():
-            if done.logits is None:
+        # (index, logits of the packed forward, those of the model's own) after whole prompts
+        expected = list[tuple[int, torch.Tensor, torch.Tensor]]()
+        roots = itertools.accumulate((tree.num_nodes for tree in trees), initial=0)
+        for index, (prefilled, root) in enumerate(zip(whole, roots, strict=False)):
+            if prefilled is None or prefilled.logits is None:
                 continue
-            if done.last is None:
-                expected[request] = done.logits
+            if prefilled.last is None:
+                expected.append((index, logits[root], prefilled.logits))
             else:
-                self.sequences.replace(request, done.last)
-                logits[roots[request]] = done.logits
-        per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
-        for request, read in zip(read_rows, per_request_logits, strict=True):
-            if (reader := request.params.prompt_reader) is not None and len(read):
-                reader.take(read)
+                sequences.replace(requests[index], prefilled.last)
+                logits[root] = prefilled.logits
+        for (reader, rows), prompt_logits in zip(reads, read_logits, strict=True):
+            if len(rows):
+                reader.take(prompt_logits)
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
-        if not expected:
-            return choosers
-        return [
-            chooser
-            if (own := expected.get(request)) is None
-            else self._checked(chooser, logits[roots[request]], own)
-            for request, chooser in zip(requests, choosers, strict=True)
-        ]
-
-    def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
-        """Return the rows whose logits the prompt reader takes; the request's rows begin at
-        ``begin``.
-        """
-        reader = request.params.prompt_reader
-        length = self.sequences.num_cached(request)
-        assert reader is not None, "only prompts with unread rows have a reader"
-        return np.arange(
-            begin + reader.num_read - length,
-            begin + min(num_tokens, request.prompt_len - 1 - length),
-        )
+        for index, packed_logits, expected_logits in expected:
+            choosers[index] = self._checked(choosers[index], packed_logits, expected_logits)
+        return choosers
 
     def _reserve(self, requests: Sequence[Request], num_nodes: Sequence[int]) -> None:
         """Reserve slots; raise MemoryError in all processes of the model if one of them has too
@@ -269,7 +242,7 @@ class PackedTarget(Target):
     ) -> None:
         source = list[int]()
         destination = list[int]()
-        committed = list[_Committed]()
+        committed = list[tuple[Request, int, Sequence[int]]]()
         for request, nodes in zip(requests, accepted, strict=True):
             sequence = self.sequences.of(request)
             chain_len = len(request.tokens) - len(nodes) - 1 - sequence.length
@@ -279,10 +252,10 @@ class PackedTarget(Target):
                     source.append(first_node + node - 1)
                     destination.append(first_node + index)
             indices = [*range(chain_len), *(chain_len - 1 + node for node in nodes)]
-            committed.append(_Committed(request, sequence.length, indices))
+            committed.append((request, sequence.length, indices))
         for chunk in chunks:
             begin = self.sequences.num_cached(chunk.request)
-            committed.append(_Committed(chunk.request, begin, range(chunk.num_tokens)))
+            committed.append((chunk.request, begin, range(chunk.num_tokens)))
         with as_memory_error():
             self.sequences.cache.pool.move(
                 source, destination
@@ -296,8 +269,12 @@ class PackedTarget(Target):
             self._hand_over(committed)
         self._features = None
 
-    def _hand_over(self, committed: Sequence[_Committed]) -> None:
-        """Give the drafter the features of committed tokens."""
+    def _hand_over(self, committed: Sequence[tuple[Request, int, Sequence[int]]]) -> None:
+        """Give the drafter the features of committed tokens.
+
+        ``committed``: request, index of its first token, and indices among the request's tokens in
+        the packed batch.
+        """
         if self._reader is None or self._features is None:
             return
         rows = [
@@ -306,16 +283,16 @@ class PackedTarget(Target):
         features = self._features.index_select(
             0, to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._features.device)
         )
-        per_request_features = features.split([len(part.indices) for part in committed])
+        per_request_features = features.split([len(indices) for _, _, indices in committed])
         for (request, begin, _), part in zip(committed, per_request_features, strict=True):
             self._reader.take_features(request, begin, part)
 
     def reuse(self, request: Request) -> int:
         if not self._may_reuse(request):
             return self.sequences.num_cached(request)
-        before = self.sequences.num_cached(request)
+        num_cached = self.sequences.num_cached(request)
         num_reused = self.sequences.reuse(request)
-        if num_reused > before and self._reader is not None:
+        if num_reused > num_cached and self._reader is not None:
             num_known = self._reader.reuse(request)
             if (
                 0 < num_reused - num_known < MIN_SHARED

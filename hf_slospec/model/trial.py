@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.loading import listed, not_finite
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
@@ -54,11 +54,8 @@ def check_by_trial(packed: PackedModel) -> None:
         errors = _errors(packed, 0)
         if bool((errors <= tolerance(packed)).all()):
             return
-        errors = (
-            torch.stack([errors, *(_errors(packed, draw) for draw in range(1, DRAWS))])
-            .median(0)
-            .values
-        )
+        draws = [errors, *(_errors(packed, draw) for draw in range(1, DRAWS))]
+        errors = torch.stack(draws).median(0).values
         error = float(errors.nan_to_num(nan=torch.inf).max())
         if error == torch.inf and (names := not_finite(packed.model.named_parameters())):
             raise cannot_be_packed(
@@ -103,8 +100,8 @@ def _counts_masked(packed: PackedModel, begin: int) -> bool:
     ids = torch.tensor(
         [prompt[:begin] + [prompt[0]] * PADDING + prompt[begin:]], device=packed.device
     )
-    places = torch.arange(ids.shape[1], device=packed.device)
-    mask = ((places < begin) | (places >= begin + PADDING))[None].long()
+    indices = torch.arange(ids.shape[1], device=packed.device)
+    mask = ((indices < begin) | (indices >= begin + PADDING))[None].long()
     with evaluating(model), torch.no_grad():
         padded = _logits(packed, [0], input_ids=ids, attention_mask=mask)[0, -1:]
         error = relative_error(padded, _plain(packed, [prompt])[0][-1:])
@@ -139,12 +136,13 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     tokens = iter(_random_tokens(packed, draw, sum(lengths) + sum(map(len, PARENTS))))
     prompts = [[next(tokens) for _ in range(length)] for length in lengths]
     trees = [
-        _tree(prompt[-1], parents, tokens) for prompt, parents in zip(prompts, PARENTS, strict=True)
+        tree_of(prompt[-1], parents, tokens)
+        for prompt, parents in zip(prompts, PARENTS, strict=True)
     ]
-    cache = packed.kv_cache
-    num_nodes = [tree.num_nodes for tree in trees]
     encoder = _encoder_outputs(packed, range(len(prompts)))
-    with cache.temporary(list(map(operator.add, lengths, num_nodes))) as sequences:
+
+    capacities = [len(prompt) + tree.num_nodes for prompt, tree in zip(prompts, trees, strict=True)]
+    with packed.kv_cache.temporary(capacities) as sequences:
         pairs = list(zip(sequences, prompts, strict=True))
         for sequence, prompt in pairs:
             sequence.prompt_len = len(prompt)
@@ -157,19 +155,10 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
                 load_plain(packed, sequence, prompt, len(prompt) - 1)
         else:
             parts = [chain(packed, sequence, prompt[:-1]) for sequence, prompt in pairs]
-            packed.forward(cache.pool, parts, torch.tensor([0], device="cpu"))
+            packed.forward(packed.kv_cache.pool, parts, torch.tensor([0], device="cpu"))
             for sequence, prompt in pairs:
                 sequence.length = len(prompt) - 1
-        parts = [
-            chain_and_tree(packed, sequence, prompt[-1:], tree)
-            for (sequence, prompt), tree in zip(pairs, trees, strict=True)
-        ]
-        ours = (
-            packed.forward(cache.pool, parts, torch.arange(sum(num_nodes), device="cpu"))
-            .cpu()
-            .split(num_nodes)
-        )
-
+        ours = tree_logits(packed, sequences, trees)
     errors = []
     for index, leaf in LEAVES:
         path = np.flatnonzero(trees[index].ancestor_mask()[leaf])
@@ -178,6 +167,23 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
         plain, _ = plain_steps(packed, prompts[index], tokens_of_path, row)
         errors.append(relative_error(ours[index][path], plain[-len(path) :]))
     return torch.cat(errors)
+
+
+def tree_logits(
+    packed: PackedModel, sequences: Sequence[CachedSequence], trees: Sequence[TokenTree]
+) -> Sequence[torch.Tensor]:
+    """Return the logits of trees whose roots follow the cached tokens, by one packed forward.
+
+    Returns:
+        [num_nodes, vocab] for each tree, on the host.
+    """
+    pairs = zip(sequences, trees, strict=True)
+    parts = [chain_and_tree(packed, each, tree.tokens[:1].tolist(), tree) for each, tree in pairs]
+    num_nodes = [tree.num_nodes for tree in trees]
+    rows = torch.arange(sum(num_nodes), device="cpu")
+    logits = packed.forward(packed.kv_cache.pool, parts, rows).cpu()
+    per_tree: Sequence[torch.Tensor] = logits.split(num_nodes)
+    return per_tree
 
 
 def _noise(packed: PackedModel) -> float:
@@ -198,13 +204,8 @@ def _random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
     token_ids = np.resize(token_ids, max(2 * number, len(token_ids)))
     weight = packed.model.get_input_embeddings().weight
     if type(weight) in PLAIN and not weight.is_meta:
-        is_finite = (
-            weight.detach()[torch.from_numpy(token_ids).to(weight.device)]
-            .isfinite()
-            .all(-1)
-            .cpu()
-            .numpy()
-        )
+        rows = weight.detach()[torch.from_numpy(token_ids).to(weight.device)]
+        is_finite = rows.isfinite().all(-1).cpu().numpy()
         token_ids = token_ids[is_finite] if is_finite.any() else token_ids
     tokens: list[int] = np.resize(token_ids, number).tolist()
     return tokens
@@ -212,17 +213,15 @@ def _random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
 
 def _max_len(packed: PackedModel) -> int:
     """Return the maximum length of the trial's prompts, in tokens."""
-    limits = trained_len(packed.model), packed.max_positions, packed.num_selected
-    return max(
-        1, min((limit for limit in limits if limit is not None), default=max(PROMPTS) + 8) - 8
-    )
+    limits = trained_len(packed.model), packed.max_positions, packed.num_selected, max(PROMPTS) + 8
+    return max(1, min(limit for limit in limits if limit is not None) - 8)
 
 
 def _encoder_outputs(packed: PackedModel, sequences: Sequence[int]) -> torch.Tensor | None:
     """Return random outputs of an encoder for these sequences, [num_sequences, length, hidden];
     None without one.
     """
-    if not packed.attends_to_encoder:
+    if not packed.family.attends_to_encoder:
         return None
     hidden = packed.model.config.get_text_config().hidden_size
     random = np.random.default_rng(0).standard_normal((max(sequences) + 1, ENCODED, hidden))
@@ -282,7 +281,8 @@ def plain_steps(
     return torch.stack(logits), cache
 
 
-def _tree(root: int, parents: tuple[int, ...], tokens: Iterator[int]) -> TokenTree:
+def tree_of(root: int, parents: Sequence[int], tokens: Iterator[int]) -> TokenTree:
+    """Return the tree of a root's ``parents``, whose nodes hold the next ``tokens``."""
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
@@ -304,7 +304,7 @@ def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
     # From all over the vocabulary: special tokens may have states so large that half precision says
     # little of others.
     token_ids = [packed.vocab_size * place // (LENGTH + 1) for place in range(1, LENGTH + 1)]
-    if packed.attends_to_encoder:
+    if packed.family.attends_to_encoder:
         raise cannot_be_packed(
             model,
             "hidden states of encoder-decoders are not read; draft with an assistant_model or by prompt lookup",
@@ -334,8 +334,11 @@ def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
         )
 
 
-def load_plain(packed: PackedModel, sequence: Any, prompt: list[int], length: int) -> None:
+def load_plain(
+    packed: PackedModel, sequence: CachedSequence, prompt: list[int], length: int
+) -> None:
     """Cache the first ``length`` tokens of a prompt that the model's own forward computes."""
     _, cache = plain_steps(packed, prompt, [])
     columns = torch.arange(length, device="cpu")
-    packed.kv_cache.load(sequence, cached_tensors(cache, 0, columns, len(prompt)), length)
+    packed.kv_cache.write(sequence, cached_tensors(cache, 0, columns, len(prompt)), length)
+    sequence.length = length

@@ -143,12 +143,11 @@ class ModelVersion:
             has_other_modules = not are_same(attributes, self._attributes)
             if has_other_modules:  # counted first, as reading weights may fail
                 self.count(structure=not are_same(structure, self._structure))
-            before = self._states
+            previous = self._states
             has_changed = self._read_weights(weights, is_idle and self._may_be_written(weights))
             if has_changed and not has_other_modules:
-                has_moved = list(map(_addresses, before)) != list(map(_addresses, self._states))
-                with self._lock:
-                    self._advance(has_moved, False, False)
+                has_moved = list(map(_addresses, previous)) != list(map(_addresses, self._states))
+                self.count(storage=has_moved, modules=False)
             return has_changed or has_other_modules
 
     def notice(self, structure: bool = True) -> None:
@@ -164,29 +163,28 @@ class ModelVersion:
                 self._read_modules()
             if has_other_parts or not are_same(self._adapter_attributes, attributes):
                 self._adapter_attributes = attributes
-                self._advance(True, True, has_other_parts)
+                self.count(structure=has_other_parts)
 
     def notice_writes(self) -> None:
         """Count replaced parameters, and writes to those on a CPU that torch has counted.
 
         Buffers that were replaced change the storage only, as forwards may do that."""
         with self._lock:
-            before = self._places
-            if (places := self._read_places()) != before:
+            previous = self._places
+            if (places := self._read_places()) != previous:
                 self._places = places
-                self.weights += before[:2] != places[:2]
-                self.storage += before[1:] != places[1:]
+                self.weights += previous[:2] != places[:2]
+                self.storage += previous[1:] != places[1:]
 
-    def count(self, modules: bool = True, structure: bool = False) -> None:
-        """Count a change that the caller noticed, of weights only unless ``modules``."""
+    def count(
+        self, modules: bool = True, structure: bool = False, storage: bool | None = None
+    ) -> None:
+        """Count a change of weights, and of what is named; ``storage`` is that of modules, too."""
         with self._lock:
-            self._advance(modules, modules, structure)
-
-    def _advance(self, storage: bool, modules: bool, structure: bool) -> None:
-        self.weights += 1
-        self.storage += storage
-        self.modules += modules
-        self.structure += structure
+            self.weights += 1
+            self.storage += modules if storage is None else storage
+            self.modules += modules
+            self.structure += structure
 
     def _may_be_written(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether weights may be written without a trace: they are trained, or inference
@@ -260,7 +258,7 @@ class ModelVersion:
         """Read the states of weights and buffers, and return whether they may have changed.
 
         With ``may_be_written``, without a trace, all bits are compared."""
-        before = self._states, self._digest, self._num_told
+        previous = self._states, self._digest, self._num_told
         num_writes = _num_writes
         num_told = _num_told
         states = tuple(map(state_of, weights))
@@ -269,7 +267,7 @@ class ModelVersion:
         self._states = states
         self._num_writes = num_writes
         self._num_told = num_told
-        return before != (self._states, self._digest, self._num_told)
+        return previous != (self._states, self._digest, self._num_told)
 
 
 def can_be_traced(model: torch.nn.Module) -> bool:
@@ -339,13 +337,13 @@ def _within(container: Any) -> list[Any]:
     """Return the keys and values in a container, and in containers in it."""
     held = list[Any]()
     containers = [container]
-    known = {id(container)}
+    ids = {id(container)}
     for each in containers:  # which may hold itself
         values = items_of(each)
         held += values
         for value in values:
-            if container_kind(value) is not None and id(value) not in known:
-                known.add(id(value))
+            if container_kind(value) is not None and id(value) not in ids:
+                ids.add(id(value))
                 containers.append(value)
     return held
 

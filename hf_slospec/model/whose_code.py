@@ -150,17 +150,19 @@ def _modules_of_tokens(model: Any) -> Iterator[tuple[str, Any]]:
     parametrizations or modules declared ``per_token``.
     """
     is_whole = getattr(model.config, "is_encoder_decoder", False)
-    seen = {id(model.get_encoder())} if is_whole else set[int]()
+    ids = {id(model.get_encoder())} if is_whole else set[int]()
     named: list[tuple[str, Any]] = [("", model)]
     for name, module in named:
-        if id(module) in seen or getattr(module, DECLARED, False):
+        if id(module) in ids or getattr(module, DECLARED, False):
             continue
-        seen.add(id(module))
+        ids.add(id(module))
         if not isinstance(module, ParametrizationList):
             yield name, module
             parts = list(module._modules.items())
             named += [
-                (f"{name}.{own}".lstrip("."), part) for own, part in parts if part is not None
+                (f"{name}.{part_name}".lstrip("."), part)
+                for part_name, part in parts
+                if part is not None
             ]
 
 
@@ -190,9 +192,9 @@ def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
     """
     if any(getattr(each, DECLARED, False) for each in (code, *_functions(code))):
         return True
-    others = [function for function in _functions(code) if not _is_of_library(function)]
+    foreign = [function for function in _functions(code) if not _is_of_library(function)]
     bound = [value for value in _bound(code) if value is not owner]
-    return all(is_token_wise(function, owner, bound) for function in others)
+    return all(is_token_wise(function, owner, bound) for function in foreign)
 
 
 def _bound(code: Any) -> Iterator[Any]:
@@ -295,8 +297,8 @@ def _reads_plainly(
         return is_plain(name)
     if kind == "LOAD_GLOBAL":
         builtins = function.__globals__.get("__builtins__", {})
-        known = builtins if isinstance(builtins, dict) else vars(builtins)
-        value = function.__globals__.get(name, known.get(name))
+        builtin_values = builtins if isinstance(builtins, dict) else vars(builtins)
+        value = function.__globals__.get(name, builtin_values.get(name))
         return any(value is each for each in CALLED) or is_plain(value)
     if kind in ("LOAD_ATTR", "LOAD_METHOD") and name not in TOKEN_WISE:
         value = getattr(owner, name, None)

@@ -183,7 +183,7 @@ class AdaServePolicy(NamedPolicy):
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
     ) -> Selection:
         candidates = without_useless_nodes(requests, candidates)
-        step_s = self.costs.shape_s(requests, plan.depth, plan.width, self.budget)
+        step_s = self._step_s(requests, plan)
         required = [
             required_tokens(*request.decoded(self._begun_s), step_s, request.pace_s)
             for request in requests
@@ -192,6 +192,10 @@ class AdaServePolicy(NamedPolicy):
         return selection_of(
             [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)], step_s
         )
+
+    def _step_s(self, requests: Sequence[Request], plan: Plan) -> float:
+        """Return the predicted seconds of the step."""
+        return float(self.costs.shape_s(requests, plan.depth, plan.width, self.budget))
 
     def _shape(self, requests: Sequence[Request]) -> tuple[int, int]:
         """Return the depth and the width of candidate trees."""

@@ -51,7 +51,7 @@ class SpeculationHistory:
     """
 
     def __init__(self, config: PolicySettings):
-        self._acceptance = Acceptance(config.max_depth)
+        self._acceptance = Acceptance()
         self.depths = DepthControl(config.max_depth, config.max_width)
         self.variance = 1.0  # mean squared error of the predicted tokens per request and step
         self.max_tokens = (
@@ -268,11 +268,8 @@ class AutoPolicy(NamedPolicy):
                 depth, width = paying_shape(num_requests, num_prefill_tokens)
             num_behind = sum(request.num_draft_behind for request in drafting)
             draft_s = self.costs.draft_s(len(drafting), depth, width, num_keys, num_behind)
-            if (
-                draft_s
-                + self.costs.verify_s(num_requests + num_prefill_tokens, num_requests, num_keys)
-                > due_s
-            ):
+            num_tokens = num_requests + num_prefill_tokens
+            if draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys) > due_s:
                 # the draft has to process whole texts first, or the look takes too long
                 depth = 0
                 width = 1
@@ -317,26 +314,23 @@ class AutoPolicy(NamedPolicy):
         has_history = history.depths.num_observed > MIN_DRAFTED_STEPS
         is_unattainable = (needed > UNATTAINABLE * history.max_tokens) & has_history
         for index in np.flatnonzero(is_unattainable).tolist():
-            if not requests[
-                index
-            ].has_open_guarantee:  # a lost window says nothing about the rest of the request
-                self._warn_once(requests[index], float(needed[index]))
+            request = requests[index]
+            # A lost window says nothing about the rest of the request.
+            if not request.has_open_guarantee and request not in self._warned:
+                self._warned.add(request)
+                logger.warning(
+                    "request %d can no longer keep its pace of %.4g s per token and continues without its SLO: %s",
+                    request.index,
+                    request.pace_s,
+                    f"it needs {needed[index]:.1f} tokens per step, and whole candidate trees yield "
+                    f"{history.max_tokens:.1f}"
+                    if needed[index] < MAX_NEEDED
+                    else "the time that its SLO allows for all of its tokens has passed",
+                )
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
         return urgency(
             progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency
         )
-
-    def _warn_once(self, request: Request, needed: float) -> None:
-        if request not in self._warned:
-            self._warned.add(request)
-            logger.warning(
-                "request %d can no longer keep its pace of %.4g s per token and continues without its SLO: %s",
-                request.index,
-                request.pace_s,
-                f"it needs {needed:.1f} tokens per step, and whole candidate trees yield {self.history.max_tokens:.1f}"
-                if needed < MAX_NEEDED
-                else "the time that its SLO allows for all of its tokens has passed",
-            )
 
     def _shape_time(
         self,

@@ -135,18 +135,20 @@ class DepthControl:
             self.num_trees += step.num_trees
         self.num_observed += len(drafted)
         weight = max(self.WEIGHT, 1.0 / self.num_observed)
-        seen = num_trees > 0
+        is_drafted = num_trees > 0
         weights = np.minimum(
-            1.0 - (1.0 - weight) ** self.steps_since[seen], max(weight, self.MAX_WEIGHT)
+            1.0 - (1.0 - weight) ** self.steps_since[is_drafted], max(weight, self.MAX_WEIGHT)
         )
-        weights[np.isinf(self.steps_since[seen])] = 1.0
+        weights[np.isinf(self.steps_since[is_drafted])] = 1.0
         entries = np.minimum(forest.depths, max_depth) * max_width + np.minimum(
             beam_ranks(forest), max_width - 1
         )
         for average, values in ((self.nodes, is_verified), (self.mass, is_verified * path_probs)):
             sums = np.bincount(entries, values, minlength=average.size).reshape(average.shape)
-            average[seen] += weights * (sums[seen] / num_trees[seen] - average[seen])
-        self.steps_since[seen] = 0
+            average[is_drafted] += weights * (
+                sums[is_drafted] / num_trees[is_drafted] - average[is_drafted]
+            )
+        self.steps_since[is_drafted] = 0
 
     def best(
         self,
@@ -203,7 +205,12 @@ class DepthControl:
         is_tried = bool(np.isfinite(self.steps_since[1 : max_depth + 1, :max_width]).all())
         is_known = is_warm and (is_tried or not self.is_on)
         if is_known:
-            self._switch(best, plain)
+            was_on = self.is_on
+            self.is_on = best > plain * (1.0 if was_on else self.MARGIN)
+            if was_on and not self.is_on:
+                self._steps_since_look = 0
+                self._look_s = 0.0
+                self._early_gap = self.MIN_GAP
         self.goodput = max(best, plain) if not is_known else best if self.is_on else plain
         if not self.is_on:
             return _Choice(conditions, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
@@ -226,14 +233,6 @@ class DepthControl:
         self._look_s = 0.0
         self._early_gap *= 2
         return True
-
-    def _switch(self, best: float, plain: float) -> None:
-        was_on = self.is_on
-        self.is_on = best > plain * (1.0 if self.is_on else self.MARGIN)
-        if was_on and not self.is_on:
-            self._steps_since_look = 0
-            self._look_s = 0.0
-            self._early_gap = self.MIN_GAP
 
     def continuation(self, width: int) -> float:
         """Return how often a path continues in the next level of a beam, by the averages of the

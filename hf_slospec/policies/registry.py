@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -13,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.interfaces import Policy
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.extras import load_entry_points
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import FloatArray, TokenTree
 
@@ -56,24 +55,22 @@ def register(*policies: type[NamedPolicy]) -> None:
         InvalidInputError: another class has the name.
     """
     for policy in policies:
-        known = _POLICIES.setdefault(policy.name, policy)
-        if (known.__module__, known.__qualname__) != (policy.__module__, policy.__qualname__):
+        registered = _POLICIES.setdefault(policy.name, policy)
+        if (registered.__module__, registered.__qualname__) != (
+            policy.__module__,
+            policy.__qualname__,
+        ):
             raise InvalidInputError(
-                f"policy {policy.name!r} is {known.__module__}.{known.__qualname__} already; choose another name"
+                f"policy {policy.name!r} is {registered.__module__}.{registered.__qualname__} already; choose another "
+                "name"
             )
         _POLICIES[policy.name] = policy
 
 
 def all_policies() -> dict[str, type[NamedPolicy]]:
     """Return all policies by name, those of other packages included."""
-    _load_entry_points()
+    load_entry_points(ENTRY_POINTS)
     return _POLICIES
-
-
-@functools.cache
-def _load_entry_points() -> None:
-    for entry in metadata.entry_points(group=ENTRY_POINTS):
-        entry.load()
 
 
 def policy_named(name: str) -> type[NamedPolicy]:
@@ -143,5 +140,6 @@ def roofline_tokens(costs: StepCosts) -> int:
 
 def _times_s(costs: StepCosts) -> FloatArray:
     """Return the seconds of verify steps of 1, 2, ... tokens.  -> [MAX_BUDGET] f64"""
-    times_s: FloatArray = np.maximum.accumulate(costs.verify_s(np.arange(1, MAX_BUDGET + 1)))
-    return times_s  # corrections by size may break monotonicity, hence the maximum
+    return np.maximum.accumulate(
+        costs.verify_s(np.arange(1, MAX_BUDGET + 1))
+    )  # corrections by size may break monotonicity, hence the maximum

@@ -81,10 +81,10 @@ class PolicySettings(BaseModel):
     @classmethod
     def _gather_options(cls, data: Any) -> Any:
         """Move policy options that are given as fields into ``policy_options``."""
-        given = data.get("policy_options", {}) if isinstance(data, Mapping) else None
-        if isinstance(given, PolicyOptions):
-            given = given.model_dump()
-        if not isinstance(given, Mapping):
+        nested = data.get("policy_options", {}) if isinstance(data, Mapping) else None
+        if isinstance(nested, PolicyOptions):
+            nested = nested.model_dump()
+        if not isinstance(nested, Mapping):
             return data
         options = {
             name: value
@@ -92,7 +92,7 @@ class PolicySettings(BaseModel):
             if name not in cls.model_fields and policies_with(name)
         }
         rest = {name: value for name, value in data.items() if name not in options}
-        return {**rest, "policy_options": {**given, **options}} if options else data
+        return {**rest, "policy_options": {**nested, **options}} if options else data
 
     @field_validator("policy_options", mode="before")
     @classmethod
@@ -121,8 +121,10 @@ class PolicySettings(BaseModel):
         """
         update = update or {}
         is_other = update.get("policy", self.policy) != self.policy
-        kept = self.model_dump(exclude={"policy_options"} if is_other else None, exclude_unset=True)
-        return type(self).model_validate({**kept, **update})
+        values = self.model_dump(
+            exclude={"policy_options"} if is_other else None, exclude_unset=True
+        )
+        return type(self).model_validate({**values, **update})
 
     def options_of(self, kind: type[Options]) -> Options:
         """Return the policy's options, or the defaults of ``kind`` if the named policy has other

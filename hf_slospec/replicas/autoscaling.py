@@ -7,7 +7,7 @@ import from it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 # Replicas are added if a larger share of recent SLOs is missed, or a larger share of a batch waits
@@ -44,7 +44,8 @@ def by_guarantees(context: Any) -> tuple[int, dict[str, Any]]:
     """
     current = max(context.target_num_replicas, 1)
     metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
-    missed, waiting, utilisation = (_mean(list(metrics.get(name, {}).values())) for name in GAUGES)
+    shares = (metrics.get(name, {}).values() for name in GAUGES)
+    missed, waiting, utilisation = (sum(values) / max(len(values), 1) for values in shares)
     if context.total_queued_requests and not metrics:  # no replica has reported yet
         return current, {}
     wanted = wanted_replicas(current, missed, waiting, utilisation)
@@ -53,7 +54,3 @@ def by_guarantees(context: Any) -> tuple[int, dict[str, Any]]:
     return min(
         max(wanted, context.capacity_adjusted_min_replicas), context.capacity_adjusted_max_replicas
     ), {}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_slospec.replicas.messages import (
     FAULTS,
@@ -22,7 +22,7 @@ from hf_slospec.replicas.messages import (
     call,
     next_within,
 )
-from hf_slospec.scheduler.load import Need, ReplicaLoad, ranked
+from hf_slospec.scheduler.load import ReplicaLoad, ranked
 
 BLOCK = 32  # tokens; prompts are compared by whole blocks
 MAX_BLOCKS = 2**16  # blocks of all prompts together; the least recently used are dropped
@@ -71,14 +71,14 @@ class PrefixIndex:
         """Return for each replica the length in tokens of the prompt's prefix that it has
         processed.
         """
-        known = dict.fromkeys(replicas, 0)
+        known_lens = dict.fromkeys(replicas, 0)
         alive = set(replicas)
         for num_blocks, key in enumerate(self._keys(prompt, salt), 1):
             alive &= self._holders.get(key, set())
             if not alive:
                 break
-            known |= dict.fromkeys(alive, num_blocks * self.block)
-        return [known[replica] for replica in replicas]
+            known_lens |= dict.fromkeys(alive, num_blocks * self.block)
+        return [known_lens[replica] for replica in replicas]
 
     def forget(self, replica: str) -> None:
         """Drop the entries of a replica that has stopped."""
@@ -97,14 +97,6 @@ class PrefixIndex:
 logger = logging.getLogger("ray.serve")
 
 
-class SentOffer(NamedTuple):
-    """An offer that was sent to a replica, with the fields that change the replica's load."""
-
-    replica: str
-    need: Need
-    is_guaranteed: bool
-
-
 class ReplicaDirectory:
     """The running replicas with their reports, and the offers that these do not contain yet.
 
@@ -119,7 +111,7 @@ class ReplicaDirectory:
         self.silent_s = silent_s
         self.silent = set[str]()  # replicas that have not reported for silent_s, or cannot
         self._reports: dict[str, Report] = {}
-        self._sent: dict[int, SentOffer] = {}  # by number
+        self._sent: dict[int, Offer] = {}  # by number
         self._left: defaultdict[str, set[int]] = defaultdict(
             set
         )  # by replica, the numbers of offers that it must drop
@@ -135,15 +127,13 @@ class ReplicaDirectory:
         """
         listed = sorted(names)
         need = offer.need
-        known = self._prefixes.num_known(
+        if not offer.must_guarantee:
+            need = replace(need, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
+        known_lens = self._prefixes.num_known(
             listed, offer.order.prompt, offer.order.arguments.get("cache_salt", "")
         )
-        by_load = replace(need, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
         loads = [self.load(name) for name in listed]
-        return [
-            listed[index]
-            for index in ranked(loads, need if offer.must_guarantee else by_load, known)
-        ]
+        return [listed[index] for index in ranked(loads, need, known_lens)]
 
     def load(self, name: str) -> ReplicaLoad:
         """Return the load of a replica, with the offers that its report does not contain."""
@@ -151,7 +141,7 @@ class ReplicaDirectory:
         load = self._idle() if report is None else report.load
         for sent in self._sent.values():
             if sent.replica == name:
-                load = load.with_request(sent.need, sent.is_guaranteed)
+                load = load.with_request(sent.need, sent.must_guarantee)
         return load
 
     def _idle(self) -> ReplicaLoad:
@@ -159,12 +149,12 @@ class ReplicaDirectory:
         without requests.
         """
         loads = [report.load for report in self._reports.values()]
-        most = max(loads, key=lambda load: load.kv_free, default=ReplicaLoad())
-        return replace(most, guaranteed=(), best_effort=0, prefill_tokens=0)
+        roomiest = max(loads, key=lambda load: load.kv_free, default=ReplicaLoad())
+        return replace(roomiest, guaranteed=(), best_effort=0, prefill_tokens=0)
 
     def add_sent(self, offer: Offer) -> None:
         """Count an offer until the replica's report contains it."""
-        self._sent[offer.number] = SentOffer(offer.replica, offer.need, offer.must_guarantee)
+        self._sent[offer.number] = offer
 
     def remove_sent(self, number: int) -> None:
         """Stop counting an offer that was not taken."""
@@ -186,12 +176,11 @@ class ReplicaDirectory:
     def hear(self, report: Report, sender: str) -> None:
         self._reports[report.replica] = report
         seen = report.seen.get(sender, -1)
-        for number in [
-            each
-            for each, sent in self._sent.items()
-            if sent.replica == report.replica and each <= seen
-        ]:
-            del self._sent[number]
+        self._sent = {
+            number: sent
+            for number, sent in self._sent.items()
+            if sent.replica != report.replica or number > seen
+        }
 
     async def watch(self, streams: Any, sender: str) -> None:
         """Read the reports of all running replicas, until cancelled; ``streams`` is the handle of

@@ -1,6 +1,4 @@
-"""Failover: an engine that offers requests to replicas, and resumes those of replicas that die on
-other ones.
-"""
+"""An engine that offers requests to replicas, and resumes those of replicas that die on others."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.batcher.stats import with_labels
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.messages import (
     FAULTS,
@@ -99,7 +97,10 @@ class ReplicatedEngine:
             NotGuaranteedError: no replica guaranteed its SLOs, and such requests are declined.
             NotRunningError: too many replicas died while they served it.
         """
-        decoding = ReplicatedDecoding(self, _seeded(order), self._need(order))
+        if order.arguments.get("seed") is None and order.arguments.get("do_sample"):
+            seed = uuid.uuid4().int % 2**63  # with which another replica draws the same noise
+            order = replace(order, arguments=order.arguments | {"seed": seed})
+        decoding = ReplicatedDecoding(self, order, self._need(order))
         try:
             await decoding.begin()
         except BaseException:
@@ -384,13 +385,6 @@ class ReplicatedDecoding:
         if self._stream is not None and self.finish_reason is None:
             self._is_cancelled = True
             self._leave()
-
-
-def _seeded(order: Order) -> Order:
-    """Return the order with a seed if it samples, so that another replica draws the same noise."""
-    if order.arguments.get("seed") is None and order.arguments.get("do_sample"):
-        return replace(order, arguments=order.arguments | {"seed": uuid.uuid4().int % 2**63})
-    return order
 
 
 def merged(families: dict[str, list[Any]]) -> list[Any]:

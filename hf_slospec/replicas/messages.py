@@ -15,7 +15,7 @@ from ray._private import ray_constants
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.state import FinishReason, Progress
 from hf_slospec.scheduler.load import Need, ReplicaLoad

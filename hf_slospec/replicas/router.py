@@ -41,21 +41,17 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         the length is set: there is no limit to it."""
         for replica in candidate_replicas:
             self.replica_queue_len_cache.update(replica.replica_id, 0)
-        address: Any = (
-            pending_request.args[0]
-            if pending_request is not None and pending_request.args
-            else None
-        )
+        address: Any = None
         if pending_request is not None:
             # If no replica can be reached, wait
             pending_request.routing_context.should_backoff = True
+            address = next(iter(pending_request.args), None)
         if isinstance(address, Offer | ToReplica):
             named = [
                 each for each in candidate_replicas if _name(each.replica_id) == address.replica
             ]
-            candidate_replicas = (
-                named if named or isinstance(address, ToReplica) else candidate_replicas
-            )
+            if named or isinstance(address, ToReplica):
+                candidate_replicas = named
         return [[replica] for replica in candidate_replicas]
 
 

@@ -167,11 +167,7 @@ def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], No
     ray_name = os.environ.get("RAY_ADDRESS", "a local Ray")
     say(f"starting {replicas} replicas of {replicated.name} on {ray_name}; this takes a minute")
     with served(replicated, options.host, options.port, options.root_path) as url:
-        is_embedded = replicated.target is None
-        is_guarded = bool(replicated.api_keys)
-        lines = requests_to_try(
-            f"{url}/v1", replicated.name, _is_chat(replicated), is_embedded, 0.1, is_guarded
-        )
+        lines = requests_to_try(replicated, f"{url}/v1", _is_chat(replicated), 0.1)
         say("\n".join((f"address  {url}/v1", *lines)))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())

@@ -10,15 +10,10 @@ from typing import cast
 from hf_slospec.engine.acceptance import Drawing
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.request.metrics import WINDOW, RequestMetrics, is_attained, tpot_s, worst_tpot_s
-from hf_slospec.request.params import Grammar as Grammar
-from hf_slospec.request.params import Noise
-from hf_slospec.request.params import RequestParams as RequestParams
-from hf_slospec.request.slo import LEAST_SLO_S
-from hf_slospec.request.slo import IsOver as IsOver
-from hf_slospec.request.slo import Stage as Stage
-from hf_slospec.request.state import FinishReason, RequestKV, RequestState, RequestStats
-from hf_slospec.request.state import Progress as Progress
+from hf_slospec.request.metrics import WINDOW, RequestMetrics, worst_tpot_s
+from hf_slospec.request.params import Noise, RequestParams
+from hf_slospec.request.slo import LEAST_SLO_S, Stage
+from hf_slospec.request.state import FinishReason, Progress, RequestKV, RequestState, RequestStats
 
 NewNoise = Callable[["Request"], Noise | None]  # None: the noise cannot be known in advance
 
@@ -319,10 +314,10 @@ class Request:
         return now_s - begin.at_s, self.num_emitted - begin.num_emitted
 
     def paced(self, now_s: float) -> tuple[float, int, int]:
-        """Return seconds and tokens so far, and tokens left, of what has to keep the pace.
+        """Return elapsed seconds, tokens emitted and tokens left of the stage or window to pace.
 
-        That is the current stage or, while windows of ten tokens are guaranteed and kept, the one
-        furthest behind."""
+        While windows of ten tokens are guaranteed and none was missed, it is the window furthest
+        behind; otherwise it is the current stage."""
         if not self.has_open_guarantee:
             return *self.decoded(now_s), self.num_left_in_stage
         elapsed_s, emitted = self.tightest_window(now_s, self.pace_s or 0.0)
@@ -332,12 +327,10 @@ class Request:
         """Return whether the current stage missed its TPOT SLO if its last token is the new token
         number ``end``.
         """
+        slo_s = self.stage.tpot_slo_s
         elapsed_s, emitted = self.decoded(now_s)
         emitted -= self.num_emitted - end
-        return (
-            is_attained(elapsed_s / emitted if emitted > 0 else None, self.stage.tpot_slo_s)
-            is False
-        )
+        return slo_s is not None and emitted > 0 and elapsed_s / emitted > slo_s
 
     def end(self, error: BaseException | None) -> None:
         """End the request early, as failed with an error or, without one, as cancelled."""
@@ -345,9 +338,7 @@ class Request:
         self.state = RequestState.CANCELLED if error is None else RequestState.ERROR
 
     def drop_hooks(self) -> None:
-        """Drop the functions that only decoding needs: a request that is kept must not keep models
-        and samplers.
-        """
+        """Drop what only decoding needs, so that a stored request refers to no model or sampler."""
         self.params = replace(self.params, prefill=None, prompt_reader=None, grammar=None)
         self.noise = None
 
@@ -357,7 +348,7 @@ class Request:
         stats = self.stats
         has_begun = self.stats.first_token_s is not None
         first_s = stats.last_token_s if stats.first_token_s is None else stats.first_token_s
-        measured_s = tpot_s(first_s, stats.last_token_s, self.num_emitted)
+        num_gaps = self.num_emitted - 1
         elapsed_s, emitted = self.decoded(stats.last_token_s)
         ttft_s = first_s - stats.arrived_s
         e2e_s = stats.last_token_s - stats.arrived_s
@@ -367,7 +358,7 @@ class Request:
         is_late |= params.e2e_slo_s is not None and e2e_s > params.e2e_slo_s
         return RequestMetrics(
             tpot_slo_s=tpot_slo_s,
-            tpot_s=measured_s,
+            tpot_s=(stats.last_token_s - first_s) / num_gaps if num_gaps > 0 else None,
             ttft_s=ttft_s if has_begun else None,
             attained=not is_late if params.has_slo and has_begun else None,
             tokens=self.num_emitted,
@@ -375,9 +366,7 @@ class Request:
             drafted=stats.num_drafted,
             accepted=stats.num_accepted,
             slack_s=None if tpot_slo_s is None else tpot_slo_s * emitted - elapsed_s,
-            worst_tpot_s=worst_tpot_s(
-                [(commit.num_emitted, commit.at_s) for commit in stats.commits]
-            ),
+            worst_tpot_s=worst_tpot_s(stats.commits),
             expected_tokens=stats.expected_tokens,
             phases=stats.phases,
             ttft_slo_s=params.ttft_slo_s,

@@ -63,9 +63,8 @@ class RequestStats:
     num_resumed: int = 0  # new tokens that another engine had committed
     num_preempted: int = 0
     num_drafted: int = 0  # nodes verified, roots not counted
-    acceptance_histogram: list[int] = field(
-        default_factory=list
-    )  # steps by committed drafted nodes
+    # Steps by committed drafted nodes.
+    acceptance_histogram: list[int] = field(default_factory=list)
     expected_tokens: float = 0.0  # tokens that the policy expected, summed over verify steps
     phases: PhaseTimes = field(default_factory=PhaseTimes)  # summed over steps
     commits: list[Commit] = field(default_factory=list)  # one per step that committed tokens

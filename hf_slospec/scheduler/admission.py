@@ -117,10 +117,11 @@ PrefillRate = Callable[
 FAR_S = 1e9  # bound of deadlines, so that no product with infinity arises
 
 
+@functools.lru_cache(maxsize=4096)
 def prefill_rate(
     step_s: StepTime,
-    tpot_slos_s: Sequence[float],
-    counts: Sequence[int],
+    tpot_slos_s: tuple[float, ...],
+    counts: Counts,
     acceptance: float,
     max_len: int,
     max_tokens: int,
@@ -279,11 +280,11 @@ def _best_set(
         left = np.round(left, 6)
 
         preferred = np.lexsort((1 - is_taken, parents))
-        kept = preferred[_undominated(counts[preferred], left[preferred])]
-        if not len(kept):
+        survivors = preferred[_undominated(counts[preferred], left[preferred])]
+        if not len(survivors):
             return None
-        counts, left, rates = counts[kept], left[kept], rates[kept]
-        trail.append((parents[kept], is_taken[kept]))
+        counts, left, rates = counts[survivors], left[survivors], rates[survivors]
+        trail.append((parents[survivors], is_taken[survivors]))
 
     # Ties: the first state in order of preference is taken.
     state = int(np.argmax(counts[:, 0]))
@@ -315,5 +316,4 @@ def _undominated(counts: IntArray, left: FloatArray) -> IntArray:
     # from group to group.
     budgets = np.unique(left[order, 1], return_inverse=True)[1].reshape(-1) + group * len(order)
     highest_before = np.maximum.accumulate(np.concatenate(([-1], budgets)))[:-1]
-    kept: IntArray = np.sort(order[budgets > highest_before])
-    return kept
+    return np.sort(order[budgets > highest_before])

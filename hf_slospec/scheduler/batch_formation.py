@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,15 +22,20 @@ from hf_slospec.scheduler.guarantees import (
     lost_s,
     tightest_tpot_slo_s,
 )
-from hf_slospec.scheduler.prefill import plain_budget, prefill_budget
+from hf_slospec.scheduler.prefill import (
+    fast_enough,
+    prefill_budget,
+    required_rate,
+    spare_budget,
+    within,
+)
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 from hf_slospec.tree.tree import IntArray
 
 # Minimum prefill tokens of a step for guaranteed requests, even if decoding requests become late
 MIN_CHUNK = 8
-OVERDUE_CHUNK = (
-    16  # minimum prefill tokens of a step for a request that was skipped MAX_SKIPPED times
-)
+# Minimum prefill tokens of a step for a request that was skipped MAX_SKIPPED times
+OVERDUE_CHUNK = 16
 OVERDUE_SHARE = 0.125  # but no more than this share of the prefill, beside guaranteed windows
 AHEAD = 0.95  # share of its TPOT SLO that a guaranteed request is served at
 SAVES = 1.05  # factor of a step's seconds that skipping best-effort requests must save
@@ -38,9 +44,8 @@ WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be ski
 TYPICAL = 8.0
 MAX_SKIPPED = 32  # consecutive steps in which a running request is skipped for others
 
-Rank = Callable[
-    [Request, float], tuple[float, ...]
-]  # request and time -> key by which requests are served
+# Request and time -> key by which requests are served
+Rank = Callable[[Request, float], tuple[float, ...]]
 
 
 class BatchFormation:
@@ -64,13 +69,11 @@ class BatchFormation:
         self._windows = windows
         self._admission = admission
         self.prefill = prefill
-        self._num_skipped: dict[
-            Request, int
-        ] = {}  # consecutive steps in which a running request was skipped
+        # Consecutive steps in which a running request was skipped
+        self._num_skipped = Counter[Request]()
         self._share = 1.0  # share of a full step's work that memory allows
-        self._plain_s = (
-            math.inf
-        )  # seconds of a step of the running requests to which the policy can fall back
+        # Seconds of a step of the running requests to which the policy can fall back
+        self._plain_s = math.inf
 
     def form(
         self, running: Sequence[Request], rank: Rank, has_waiting: bool, now_s: float
@@ -86,13 +89,13 @@ class BatchFormation:
         decoding = [request for request in running if request.is_decoding]
         self._plain_s = self._plain_step_s(decoding)
         allowed_s = self._allowed_s(decoding, now_s)
-        kept = self._taking_part(running, decoding, allowed_s, now_s)
-        chunks = self._chunks(running, len(kept), rank, allowed_s, now_s)
+        taking_part = self._taking_part(running, decoding, allowed_s, now_s)
+        chunks = self._chunks(running, len(taking_part), rank, allowed_s, now_s)
         prefills_only = bool(chunks) and self.prefill == "first"
         if not prefills_only:
-            kept = self._leaving_time(kept, chunks, has_waiting, allowed_s, now_s)
-        self._count_skipped(decoding, kept)
-        return Schedule([] if prefills_only else kept, chunks)
+            taking_part = self._leaving_time(taking_part, chunks, has_waiting, allowed_s, now_s)
+        self._count_skipped(decoding, taking_part)
+        return Schedule([] if prefills_only else taking_part, chunks)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request that runs no more."""
@@ -112,11 +115,10 @@ class BatchFormation:
         return not is_minimal
 
     def _count_skipped(self, requests: Sequence[Request], taking_part: Sequence[Request]) -> None:
-        kept = set(taking_part)
+        not_skipped = set(taking_part)
         for request in requests:
-            self._num_skipped[request] = (
-                0 if request in kept else self._num_skipped.get(request, 0) + 1
-            )
+            num_skipped = self._num_skipped[request] + 1
+            self._num_skipped[request] = 0 if request in not_skipped else num_skipped
 
     @property
     def _max_chunk(self) -> int:
@@ -136,9 +138,7 @@ class BatchFormation:
         return float(self._step_s(guaranteed, math.ceil(arriving)))
 
     def _steady_s(self, decoding: Sequence[Request]) -> float:
-        """Return the seconds that every step may take, if each commits a token of every guaranteed
-        request.
-        """
+        """Return the seconds of steps that each commit a token of every guaranteed request."""
         paces_s = (
             request.pace_s
             for request in decoding
@@ -149,16 +149,32 @@ class BatchFormation:
     def _plain_chunk(
         self, running: Sequence[Request], num_decoding: int, allowed_s: float, now_s: float
     ) -> int:
-        """Return the prefill tokens of a step to which the policy can fall back."""
+        """Return the prefill tokens of a step to which the policy can fall back.
+
+        Guaranteed prompts are prefilled as fast as plain decoding allows at a steady pace, or
+        faster, but never so fast that a window breaks, if they are due: speculation waits for them.
+        Others get what a step with drafts leaves.
+        """
+        costs = self._costs
+        max_tokens = self._max_chunk
+        if not num_decoding:
+            return max_tokens
+        _, spare = spare_budget(costs, num_decoding, max_tokens, allowed_s)
         guaranteed = [
             request for request in running if not (request.is_decoding or request.is_best_effort)
         ]
+        if not guaranteed:
+            return spare
+        num_tokens = num_decoding + np.arange(1, max_tokens + 1)
+        seconds = costs.verify_s(num_tokens, num_decoding, num_decoding * costs.recent.keys)
+        plain_s = np.maximum.accumulate(seconds)
+        steady_s = self._steady_s([request for request in running if request.is_decoding])
         due = [request for request in guaranteed if first_token_slo_s(request) < math.inf]
-        decoding = [request for request in running if request.is_decoding]
-        limits_s = allowed_s, self._steady_s(decoding)
-        return plain_budget(
-            self._costs, num_decoding, guaranteed, due, self._max_chunk, *limits_s, now_s
+        needed = fast_enough(plain_s, required_rate(due, costs, now_s))
+        budget = max(
+            within(plain_s, min(allowed_s, steady_s)), min(needed, within(plain_s, allowed_s))
         )
+        return max(min(budget, sum(request.num_uncached for request in guaranteed)), spare)
 
     def _taking_part(
         self, running: Sequence[Request], decoding: list[Request], allowed_s: float, now_s: float
@@ -167,18 +183,13 @@ class BatchFormation:
         make others late.
         """
         if self._share < 1.0:  # after running out of memory: the requests skipped longest first
-            in_order = sorted(decoding, key=lambda request: -self._num_skipped.get(request, 0))
-            kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
-        elif (
-            self._plain_s < math.inf
-        ):  # best-effort requests take the time that a step without drafts leaves
-            must = [
-                r
-                for r in decoding
-                if not r.is_best_effort or self._num_skipped.get(r, 0) >= MAX_SKIPPED
-            ]
+            in_order = sorted(decoding, key=lambda request: -self._num_skipped[request])
+            chosen = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
+        # Best-effort requests take the time that a step without drafts leaves.
+        elif self._plain_s < math.inf:
+            must = [r for r in decoding if not r.is_best_effort or self._is_overdue(r)]
             spare = sorted(
-                set(decoding) - set(must), key=lambda r: (-self._num_skipped.get(r, 0), r.index)
+                set(decoding) - set(must), key=lambda r: (-self._num_skipped[r], r.index)
             )
             is_prefilling = any(not (r.is_decoding or r.is_best_effort) for r in running)
             chunk = self._plain_chunk(running, len(must), allowed_s, now_s) if is_prefilling else 0
@@ -186,26 +197,19 @@ class BatchFormation:
             num_keys = np.asarray(numbers * self._costs.recent.keys)
             times_s = self._costs.verify_s(numbers + chunk, numbers, num_keys)
             limit_s = min(allowed_s, self._steady_s(decoding)) if is_prefilling else allowed_s
-            kept = {*must, *spare[: int(np.count_nonzero(times_s <= limit_s))]}
+            chosen = {*must, *spare[: int(np.count_nonzero(times_s <= limit_s))]}
         elif decoding and (all_s := self._costs.step_s(len(decoding))) > allowed_s:
-            spare = [
-                r
-                for r in decoding
-                if r.is_best_effort or self._due_s(r, now_s, all_s) > WAIT * all_s
-            ]
-            spare.sort(
-                key=lambda request: -self._num_skipped.get(request, 0)
-            )  # stable: otherwise in order of arrival
+            spare = [r for r in decoding if self._is_ahead(r, now_s, all_s)]
+            # stable: otherwise in order of arrival
+            spare.sort(key=lambda request: -self._num_skipped[request])
             num_must = len(decoding) - len(spare)
             least_s = self._costs.step_s(max(num_must, 1))
             times_s = self._costs.step_s(num_must + np.arange(1, len(spare) + 1))
             num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
-            kept = set(decoding) - {
-                r for r in spare[num_spare:] if self._num_skipped.get(r, 0) < MAX_SKIPPED
-            }
+            chosen = set(decoding) - {r for r in spare[num_spare:] if not self._is_overdue(r)}
         else:
-            kept = set(decoding)
-        return [request for request in decoding if request in kept]
+            chosen = set(decoding)
+        return [request for request in decoding if request in chosen]
 
     def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
         """Return the seconds that the step may take so that no guaranteed request falls behind; 0
@@ -252,10 +256,10 @@ class BatchFormation:
             return AHEAD * request.pace_s * (emitted + tokens) - elapsed_s
         share = self._windows.share(tightest_tpot_slo_s(request))
         stats = request.stats
-        own = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (
+        tokens_per_step = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (
             stats.num_steps + TYPICAL
         )
-        token_s = min(step_s / min(own, tokens) / share, request.pace_s)
+        token_s = min(step_s / min(tokens_per_step, tokens) / share, request.pace_s)
         if self._plain_s <= token_s:  # which suffices, however few drafts are accepted
             token_s = self._plain_s
             tokens = 1.0
@@ -280,9 +284,7 @@ class BatchFormation:
         prefilling = [request for request in running if not request.is_decoding]
         if not prefilling:
             return []
-        overdue = {
-            request for request in prefilling if self._num_skipped.get(request, 0) >= MAX_SKIPPED
-        }
+        overdue = set(filter(self._is_overdue, prefilling))
         prefilling.sort(key=lambda request: (request not in overdue, rank(request, now_s)))
         guaranteed = [request for request in prefilling if not request.is_best_effort]
         max_tokens = self._max_chunk
@@ -300,7 +302,7 @@ class BatchFormation:
             )
         if overdue or (guaranteed and self._plain_s == math.inf):
             left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
-        most = OVERDUE_CHUNK
+        max_chunk = OVERDUE_CHUNK
         if (
             self._plain_s < math.inf and overdue and guaranteed
         ):  # admission has planned with nearly all of it
@@ -308,11 +310,13 @@ class BatchFormation:
                 max(overdue, key=lambda request: (self._num_skipped[request], -request.index))
             }
             prefilling.sort(key=lambda request: (request not in overdue, rank(request, now_s)))
-            most = min(most, math.ceil(OVERDUE_SHARE * left))
+            max_chunk = min(max_chunk, math.ceil(OVERDUE_SHARE * left))
         chunks = list[Chunk]()
         for request in prefilling:
             if left > 0:
-                chunks.append(Chunk.of(request, min(left, most) if request in overdue else left))
+                chunks.append(
+                    Chunk.of(request, min(left, max_chunk) if request in overdue else left)
+                )
                 left -= chunks[-1].num_tokens
         self._count_skipped(prefilling, [chunk.request for chunk in chunks])
         return chunks
@@ -383,12 +387,13 @@ class BatchFormation:
 
     def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
         """Return whether a decoding request may be skipped for a first token."""
-        if (
-            self._admission in ("fcfs", "priority")
-            or self._num_skipped.get(request, 0) >= MAX_SKIPPED
-        ):
+        if self._admission in ("fcfs", "priority") or self._is_overdue(request):
             return False
-        is_due = request.stage_due_s < math.inf
-        return not is_due and (
-            request.is_best_effort or self._due_s(request, now_s, step_s) > WAIT * step_s
-        )
+        return request.stage_due_s == math.inf and self._is_ahead(request, now_s, step_s)
+
+    def _is_ahead(self, request: Request, now_s: float, step_s: float) -> bool:
+        """Return whether a request has no guarantee, or keeps it without the next few steps."""
+        return request.is_best_effort or self._due_s(request, now_s, step_s) > WAIT * step_s
+
+    def _is_overdue(self, request: Request) -> bool:
+        return self._num_skipped[request] >= MAX_SKIPPED

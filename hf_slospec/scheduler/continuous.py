@@ -16,7 +16,6 @@ from hf_slospec.scheduler.guarantees import (
     MAX_CANDIDATES,
     guaranteeable,
     lost_s,
-    planned_tpot_slo_s,
     possible_slos,
     prefill_deadline_s,
     tightest_tpot_slo_s,
@@ -74,7 +73,7 @@ class ContinuousScheduler(Slots):
         )
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         # Requests that are best effort until their SLOs can be guaranteed.
-        self._undecided = Undecided(planned_tpot_slo_s, prefill_deadline_s)
+        self._undecided = Undecided()
         self._guaranteed_waiting: dict[Request, None] = {}
         self._waiting_since: dict[Request, float] = {}
         self._protected: set[Request] = set()  # requests that are not preempted for others
@@ -234,19 +233,19 @@ class ContinuousScheduler(Slots):
         """Guarantee the SLOs of the requests that can be admitted; return whether there are any."""
         if not undecided:
             return False
-        before = [
+        guaranteed = [
             *(request for request in self.running if request.is_guaranteed),
             *self._guaranteed_waiting,
         ]
         protected = [r for r in self.running if r in self._protected and not r.is_guaranteed]
-        unmovable = [*before, *protected]
+        unmovable = [*guaranteed, *protected]
         max_admitted = self.limits.max_batch - len(unmovable)
         if max_admitted <= 0:
             return False
         kv_free = self._max_slots - self._expected(unmovable)
         admitted = guaranteeable(
             undecided,
-            before,
+            guaranteed,
             kv_free,
             self._kv_needed,
             self.num_reusable,

@@ -115,10 +115,12 @@ def _rate_of(
     is_plain = [can_fall_back(tpot_slo_s, costs, windows) for tpot_slo_s in tiers]
 
     def rate(counts: Counts) -> float:
-        speculating = _rate(curve, level_s, acceptance, MAX_CHAIN, planned_s, counts)
+        speculating = prefill_rate(
+            curve, planned_s, counts, acceptance, MAX_CHAIN, MAX_STEP, level_s
+        )
         if not all(is_plain[tier] for tier, count in enumerate(counts) if count):
             return speculating
-        return max(speculating, _rate(curve, 0.0, 0.0, 1, plain_s, counts))
+        return max(speculating, prefill_rate(curve, plain_s, counts, 0.0, 1, MAX_STEP))
 
     return rate
 
@@ -230,18 +232,6 @@ def guaranteeable(
     ]
     chosen = admitted(jobs, _rate_of(tiers, costs, windows), tuple(running), kv_free)
     return [candidates[index] for index in chosen if index < len(candidates)]
-
-
-@functools.lru_cache(maxsize=4096)
-def _rate(
-    step_s: LatencyCurve,
-    level_s: float,
-    acceptance: float,
-    max_len: int,
-    tpot_slos_s: tuple[float, ...],
-    counts: Counts,
-) -> float:
-    return prefill_rate(step_s, tpot_slos_s, counts, acceptance, max_len, MAX_STEP, level_s)
 
 
 def _tier_of(tiers: Sequence[float], request: Request) -> int:

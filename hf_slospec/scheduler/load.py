@@ -159,7 +159,13 @@ def ranked(loads: Sequence[ReplicaLoad], need: Need, num_reusable: Sequence[int]
     if not need.has_slo:
         shares = [cached / max(need.prompt_tokens, 1) for cached in num_cached]
         return sorted(
-            range(len(loads)), key=lambda index: _emptiness(loads[index], index, shares[index])
+            range(len(loads)),
+            key=lambda index: (
+                loads[index].num_requests - AFFINITY * shares[index],
+                loads[index].prefill_tokens,
+                -loads[index].kv_free,
+                index,
+            ),
         )
     weight = _weight(need.tpot_slo_s)
     ttft_slo_s = max(need.ttft_slo_s, LEAST_S)
@@ -190,7 +196,3 @@ def utilisation(load: ReplicaLoad) -> float:
 
 def _weight(tpot_slo_s: float) -> float:
     return float(max(tpot_slo_s, LEAST_S) ** -POWER)  # 0 without an SLO
-
-
-def _emptiness(load: ReplicaLoad, index: int, cached_share: float) -> tuple[float, ...]:
-    return load.num_requests - AFFINITY * cached_share, load.prefill_tokens, -load.kv_free, index

@@ -45,58 +45,29 @@ def prefill_budget(
         return max_tokens
     if rule == "chunked":
         return max(max_tokens - round(num_decoding * costs.recent.nodes), 0)
-    sizes = np.arange(1, max_tokens + 1)
-    times_s = np.maximum.accumulate(costs.step_s(num_decoding, sizes))
-    spare = _within(times_s, min(allowed_s, STALL * costs.step_s(num_decoding)))
+    times_s, spare = spare_budget(costs, num_decoding, max_tokens, allowed_s)
     if not guaranteed:
         return spare
-    return max(spare, _fast_enough(times_s, required_rate(guaranteed, costs, now_s)))
+    return max(spare, fast_enough(times_s, required_rate(guaranteed, costs, now_s)))
 
 
-def plain_budget(
-    costs: StepCosts,
-    num_decoding: int,
-    guaranteed: Sequence[Request],
-    due: Sequence[Request],
-    max_tokens: int,
-    allowed_s: float,
-    steady_s: float,
-    now_s: float,
-) -> int:
-    """Return the prefill tokens of the next step if decoding without drafts keeps all guarantees.
-
-    Guaranteed prompts are prefilled as fast as plain decoding allows at a steady pace, or faster,
-    but never so fast that a window breaks, if they are due: speculation waits for them. Others get
-    what a step with drafts leaves.
-
-    Args:
-        due: those of the guaranteed requests that have to be prefilled in time.
-        allowed_s: seconds that the step may take so that no window breaks.
-        steady_s: seconds that every step may take.
-        The others are those of :func:`prefill_budget`.
+def spare_budget(
+    costs: StepCosts, num_decoding: int, max_tokens: int, allowed_s: float
+) -> tuple[FloatArray, int]:
+    """Return the seconds of steps with 1, 2, ... prefill tokens, [max_tokens] f64, and how many of
+    these make no request late.
     """
-    if not num_decoding:
-        return max_tokens
     sizes = np.arange(1, max_tokens + 1)
     times_s = np.maximum.accumulate(costs.step_s(num_decoding, sizes))
-    spare = _within(times_s, min(allowed_s, STALL * costs.step_s(num_decoding)))
-    if not guaranteed:
-        return spare
-    seconds = costs.verify_s(num_decoding + sizes, num_decoding, num_decoding * costs.recent.keys)
-    plain_s = np.maximum.accumulate(seconds)
-    most = _within(plain_s, allowed_s)
-    steady = _within(plain_s, min(allowed_s, steady_s))
-    needed = _fast_enough(plain_s, required_rate(due, costs, now_s))
-    num_tokens = sum(request.num_uncached for request in guaranteed)
-    return max(min(max(steady, min(needed, most)), num_tokens), spare)
+    return times_s, within(times_s, min(allowed_s, STALL * costs.step_s(num_decoding)))
 
 
-def _within(times_s: FloatArray, limit_s: float) -> int:
+def within(times_s: FloatArray, limit_s: float) -> int:
     """Return the largest number of tokens whose step ends within the limit."""
     return int(np.searchsorted(times_s, limit_s, side="right"))
 
 
-def _fast_enough(times_s: FloatArray, rate: float) -> int:
+def fast_enough(times_s: FloatArray, rate: float) -> int:
     """Return the smallest number of tokens that are prefilled at this rate; all if none is."""
     is_enough = np.arange(1, len(times_s) + 1) / times_s >= rate
     return int(np.argmax(is_enough)) + 1 if is_enough.any() else len(times_s)
@@ -162,26 +133,21 @@ class CallBatches:
         self, running: Sequence[Request], rank: object, has_waiting: bool, now_s: float
     ) -> Schedule:
         """Return chunks of all unfinished prompts, or all requests once there are none."""
-        chunks = [
-            Chunk.of(request, self._limit(request))
-            for request in running
-            if not (request.is_decoding or self._waits(request))
-        ]
+        chunks = list[Chunk]()
+        for request in running:
+            first = self._first_of.get(request)
+            # K/V is being computed that the request can use.
+            waits = first is not None and not first.is_finished and first.num_uncached > 1
+            if not (request.is_decoding or waits):
+                is_shared = request in self._firsts
+                limit = min(CHUNK, max(request.num_uncached - 1, 1)) if is_shared else CHUNK
+                chunks.append(Chunk.of(request, limit))
         if chunks:
             return Schedule([], chunks)
         if not self._has_begun:
             guarantee_windows(running, self._costs, self._windows)
             self._has_begun = True
         return Schedule(running)
-
-    def _waits(self, request: Request) -> bool:
-        """Return whether K/V is being computed that the request can use."""
-        first = self._first_of.get(request)
-        return first is not None and not first.is_finished and first.num_uncached > 1
-
-    def _limit(self, request: Request) -> int:
-        """Return the maximum prefill tokens of a request in this step."""
-        return min(CHUNK, max(request.num_uncached - 1, 1)) if request in self._firsts else CHUNK
 
     def forget(self, request: Request) -> None:
         """Keep everything: no request comes again."""

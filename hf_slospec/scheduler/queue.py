@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from hf_slospec.request.request import Request
-from hf_slospec.scheduler.guarantees import tightest_tpot_slo_s
+from hf_slospec.scheduler.guarantees import (
+    planned_tpot_slo_s,
+    prefill_deadline_s,
+    tightest_tpot_slo_s,
+)
 
 SLACK = 16  # a heap may hold this many removed entries, and one more per request
 
@@ -72,11 +76,6 @@ class _Size(NamedTuple):
     max_len: int
     guaranteed_slo_s: float | None  # tightest TPOT SLO of a guaranteed request, else None
 
-    @classmethod
-    def of(cls, request: Request) -> _Size:
-        slo_s = tightest_tpot_slo_s(request) if request.is_guaranteed else None
-        return cls(len(request.tokens), request.params.max_len, slo_s)
-
 
 class WaitingQueue:
     """Waiting requests by their rank, which changes at known times. Iteration is in order of
@@ -108,12 +107,11 @@ class WaitingQueue:
 
     def put(self, request: Request) -> None:
         """Add a request, or update its rank after a change to it."""
-        before = self._sizes.get(request)
-        size = _Size.of(request)
-        self._sizes[request] = size
+        if request in self._sizes:
+            self._count(self._sizes[request], -1)
+        slo_s = tightest_tpot_slo_s(request) if request.is_guaranteed else None
+        size = self._sizes[request] = _Size(len(request.tokens), request.params.max_len, slo_s)
         self._count(size, 1)
-        if before is not None:
-            self._count(before, -1)
         self._changes.put(request, (-math.inf,))
 
     def remove(self, request: Request) -> None:
@@ -148,12 +146,7 @@ class WaitingQueue:
 class Undecided:
     """Requests whose SLOs are not guaranteed yet, in one heap by deadline per TPOT SLO."""
 
-    def __init__(
-        self, tpot_slo_s: Callable[[Request], float], deadline_s: Callable[[Request], float]
-    ):
-        """Set the keys; ``tpot_slo_s`` should return few distinct values, since every heap is read."""
-        self._tpot_slo_s = tpot_slo_s
-        self._deadline_s = deadline_s
+    def __init__(self) -> None:
         self._by_slo: dict[float, RequestHeap] = {}
         self._keys: dict[Request, Key] = {}
         self._numbers = itertools.count()
@@ -166,18 +159,17 @@ class Undecided:
 
     def add(self, request: Request) -> None:
         """Add a request."""
-        self._keys[request] = self._deadline_s(request), next(self._numbers)
+        self._keys[request] = prefill_deadline_s(request), next(self._numbers)
         self._put(request)
 
     def _put(self, request: Request) -> None:
-        self._by_slo.setdefault(self._tpot_slo_s(request), RequestHeap()).put(
-            request, self._keys[request]
-        )
+        heap = self._by_slo.setdefault(planned_tpot_slo_s(request), RequestHeap())
+        heap.put(request, self._keys[request])
 
     def remove(self, request: Request) -> None:
         """Remove a request, if it is there."""
         if self._keys.pop(request, None) is not None:
-            tpot_slo_s = self._tpot_slo_s(request)
+            tpot_slo_s = planned_tpot_slo_s(request)
             self._by_slo[tpot_slo_s].remove(request)
             if not len(self._by_slo[tpot_slo_s]):
                 del self._by_slo[tpot_slo_s]
@@ -203,7 +195,7 @@ class Undecided:
             if is_lost(request):
                 self.remove(request)
             else:
-                self._by_slo[self._tpot_slo_s(request)].remove(request)
+                self._by_slo[planned_tpot_slo_s(request)].remove(request)
                 taken.append(request)
         for request in taken:
             self._put(request)

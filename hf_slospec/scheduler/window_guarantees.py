@@ -129,23 +129,24 @@ class WindowGuarantees:
         if since_s <= self.refused_s:
             keys = _keys(request, tpot_slo_s)
             for key in keys:
+                # Shares rise no further than they apply, so that later broken guarantees lower them
+                # at once.
+                max_correction = (
+                    0.0 if key == FIRST else max(math.log(MAX_SHARE / self._planned), 0.0)
+                )
                 raised = self._corrections[key] + LEARNED * (1.0 - self.probability) / len(keys)
-                self._corrections[key] = min(raised, self._max_correction(key))
+                self._corrections[key] = min(raised, max_correction)
         if num_steps := request.stats.num_steps:
             numbers = np.arange(len(self.recent.committed))
             probs = self.recent.committed
             mean = float(probs @ numbers)
             by_chance = (float(probs @ numbers**2) - mean**2) / mean**2 / num_steps
-            own = max((request.num_emitted - 1 - request.stats.num_resumed) / num_steps, 1.0)
-            self._spread_variance += SPREAD_WEIGHT * (
-                math.log(own / mean) ** 2 - by_chance - self._spread_variance
+            tokens_per_step = max(
+                (request.num_emitted - 1 - request.stats.num_resumed) / num_steps, 1.0
             )
-
-    def _max_correction(self, key: float) -> float:
-        """Return the correction above which shares do not rise, so that later broken guarantees
-        lower them at once.
-        """
-        return 0.0 if key == FIRST else max(math.log(MAX_SHARE / self._planned), 0.0)
+            self._spread_variance += SPREAD_WEIGHT * (
+                math.log(tokens_per_step / mean) ** 2 - by_chance - self._spread_variance
+            )
 
 
 def _keys(request: Request, tpot_slo_s: float) -> list[float]:

@@ -9,6 +9,7 @@ import hmac
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,21 +34,16 @@ from hf_slospec.server.orders import asked_slos
 ANY = "*"  # in allowed_origins or allowed_hosts: all are allowed
 
 
+@dataclass(frozen=True)
 class Tenant:
     """Clients that share an API key: their limits, and the salt that separates their K/V from that
     of other keys.
     """
 
-    def __init__(self, limits: SLOLimits, key: str, secret: bytes, name: str = ""):
-        """Create the tenant of a key, which is empty if all clients are one tenant; ``name`` does
-        not reveal the key.
-
-        Salts are derived from ``secret``, which all processes of the server share.
-        """
-        self.limits = limits
-        self._key = key
-        self._secret = secret
-        self.name = name
+    limits: SLOLimits
+    key: str  # empty if all clients are one tenant
+    secret: bytes  # salts are derived from it; all processes of the server share it
+    name: str = ""  # does not reveal the key
 
     def arguments(
         self, body: SamplingBody, headers: Mapping[str, str], objective: Objective
@@ -71,10 +67,10 @@ class Tenant:
 
         It depends on the server's secret, so no client can choose a salt that equals another key's.
         """
-        if not self._key and not requested:
+        if not self.key and not requested:
             return ""
         return hmac.digest(
-            self._secret, json.dumps([self._key, requested]).encode(), hashlib.sha256
+            self.secret, json.dumps([self.key, requested]).encode(), hashlib.sha256
         ).hex()
 
 
@@ -91,17 +87,12 @@ class ServerSettings(AccessOptions):
         access = {name: getattr(options, name) for name in AccessOptions.model_fields}
         return cls(model_name=options.name, **access | {"allowed_hosts": options.hosts})
 
-    def tenant(self, header: str, secret: bytes) -> Tenant | None:
-        """Return the tenant of an Authorization header, in a time that does not depend on the key.
-
-        Args:
-            secret: the server's secret, the same in all of its processes.
-
-        Returns:
-            None if the key is missing or wrong.
+    def tenant(self, header: str) -> Tenant | None:
+        """Return the tenant of an Authorization header, in a time that does not depend on the key;
+        None if the key is missing or wrong.
         """
         if not self.api_keys:
-            return Tenant(self.limits, "", secret)
+            return Tenant(self.limits, "", self.secret)
         scheme, _, credentials = header.partition(" ")
         sent = (
             credentials.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
@@ -109,7 +100,8 @@ class ServerSettings(AccessOptions):
         tenant = None
         for number, (key, limits) in enumerate(self.api_keys.items()):
             if hmac.compare_digest(key.encode(), sent):
-                tenant = Tenant(limits, "" if self.share_prefixes else key, secret, f"key {number}")
+                shared_key = "" if self.share_prefixes else key
+                tenant = Tenant(limits, shared_key, self.secret, f"key {number}")
         return tenant
 
 

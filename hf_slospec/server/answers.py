@@ -10,11 +10,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.server.bodies import SamplingBody, StreamOptions
+from hf_slospec.server.chats import ChatBody
 from hf_slospec.server.choices import Choice, Piece
 from hf_slospec.server.messages import Parts
 
@@ -23,30 +24,6 @@ _encode = json.JSONEncoder(
 ).encode  # json.dumps would make one per event
 SLO_ANSWER_HEADERS = ("x-slo-guaranteed", "x-slo-attained")
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
-
-
-class AnswerForm(Protocol):
-    """Form of the answer to one request, whole or as server-sent events."""
-
-    id: str
-    wants_logprobs: bool
-
-    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the answer of a request that is not streamed; ``pieces`` has the whole output of
-        each choice.
-        """
-
-    def begin(self, choices: Sequence[Choice]) -> str:
-        """Return the events before the output."""
-
-    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
-        """Return the events of a piece, which may be the first one of its choice."""
-
-    def end(self, choices: Sequence[Choice]) -> str:
-        """Return the events after the output."""
-
-    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
-        """Return the last events of a stream that an error ends, given in OpenAI's form."""
 
 
 def event(body: dict[str, Any]) -> str:
@@ -62,23 +39,20 @@ def named_event(body: dict[str, Any]) -> str:
 DONE = "data: [DONE]\n\n"
 
 
-@dataclass
 class Answer:
-    """Answer to one request: its id and model, and the options that decide which fields it has."""
+    """Answer to a completion or chat."""
 
-    model: str
-    is_chat: bool
-    token_bytes: Callable[
-        [int], bytes
-    ]  # UTF-8 bytes of one token id, which may be part of a character
-    wants_logprobs: bool = False
-    includes_usage: bool = False  # in the last chunk of a stream
-    has_continuous_usage: bool = False  # in every chunk of a stream
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        self.id = self.id or f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    def __init__(self, model: str, body: SamplingBody, token_bytes: Callable[[int], bytes]):
+        """``token_bytes`` returns the UTF-8 bytes of a token id, which may be part of a character."""
+        self.model = model
+        self.is_chat = isinstance(body, ChatBody)
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.wants_logprobs = body.num_top_logprobs is not None
+        self._created_s = int(time.time())
+        self._token_bytes = token_bytes
+        options = body.stream_options or StreamOptions()
+        self._has_continuous_usage = options.continuous_usage_stats
+        self._includes_usage = options.include_usage or options.continuous_usage_stats
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer of a request that is not streamed; ``pieces`` has the whole output of
@@ -94,24 +68,27 @@ class Answer:
         return self._head(name) | {"choices": entries} | self._totals(choices)
 
     def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output."""
         return ""
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece, which may be the first one of its choice."""
         role = {"role": "assistant"} if is_first else {}
         body: dict[str, Any] = {
             "choices": [self._choice(piece, "delta", role | _delta(piece.parts))]
         }
-        if self.includes_usage:
-            body["usage"] = usage(choices) if self.has_continuous_usage else None
+        if self._includes_usage:
+            body["usage"] = usage(choices) if self._has_continuous_usage else None
         return event(self._chunk(body))
 
     def end(self, choices: Sequence[Choice]) -> str:
         """Return the last chunk of a stream with ``include_usage``, and the end."""
-        if not self.includes_usage:
+        if not self._includes_usage:
             return DONE
         return event(self._chunk({"choices": []} | self._totals(choices))) + DONE
 
     def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the last events of a stream that an error ends, given in OpenAI's form."""
         return event(error) + DONE
 
     def token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
@@ -127,7 +104,7 @@ class Answer:
         return {"usage": final, "metrics": final["metrics"]}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self._created_s, "model": self.model}
 
     def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | body
@@ -156,7 +133,7 @@ class Answer:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.token_bytes(token)
+        data = self._token_bytes(token)
         return {
             "token": data.decode(errors="backslashreplace"),
             "logprob": _finite(logprob),
@@ -181,7 +158,7 @@ class Answer:
 
     def _name(self, token: int) -> str:
         """Return the text of a token, or OpenAI's form for part of a character."""
-        data = self.token_bytes(token)
+        data = self._token_bytes(token)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -250,6 +227,15 @@ class BlockAnswer(ABC):
             self._kind = None
 
     @abstractmethod
+    def begin(self, choices: Sequence[Choice]) -> str: ...
+
+    @abstractmethod
+    def end(self, choices: Sequence[Choice]) -> str: ...
+
+    @abstractmethod
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str: ...
+
+    @abstractmethod
     def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the whole answer."""
 
@@ -268,6 +254,9 @@ class BlockAnswer(ABC):
     @abstractmethod
     def called(self, id: str, name: str, arguments: str) -> Events:
         """Add a tool call, and yield its events; ``arguments`` is JSON."""
+
+
+AnswerForm = Answer | BlockAnswer
 
 
 def _message(parts: Parts) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
-from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
+from hf_slospec.server.bodies import ClosedModel, CommonBody
+from hf_slospec.server.chats import ChatBody, ForeignBody, function_tool, parts_of
 from hf_slospec.server.choices import Choice
 
 PATH = "/v1/messages"
@@ -71,11 +72,7 @@ class ToolUseBlock(_Block):
     @property
     def call(self) -> dict[str, Any]:
         arguments = json.dumps(self.input, ensure_ascii=False)
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": arguments},
-        }
+        return {"id": self.id} | function_tool(name=self.name, arguments=arguments)
 
 
 Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
@@ -93,17 +90,13 @@ class ToolResultBlock(_Block):
         message = {
             "role": "tool",
             "tool_call_id": self.tool_use_id,
-            "content": _parts(self.content),
+            "content": parts_of(self.content),
         }
         return message | ({"is_error": True} if self.is_error else {})
 
 
 def _joined(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
-
-
-def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [block.part for block in content]
 
 
 Block = Annotated[
@@ -126,7 +119,7 @@ class TurnMessage(ClosedModel):
         results = [block.message for block in self.content if isinstance(block, ToolResultBlock)]
         message: dict[str, Any] = {}
         if shown := [block for block in self.content if isinstance(block, TextBlock | ImageBlock)]:
-            message["content"] = _parts(shown)
+            message["content"] = parts_of(shown)
         if thinking := [
             block.thinking for block in self.content if isinstance(block, ThinkingBlock)
         ]:
@@ -149,8 +142,8 @@ class CustomTool(_Block):
     @property
     def tool(self) -> dict[str, Any]:
         fields = {"name": self.name, "description": self.description, "strict": self.strict}
-        function = {name: value for name, value in fields.items() if value is not None}
-        return {"type": "function", "function": function | {"parameters": self.input_schema}}
+        set_fields = {name: value for name, value in fields.items() if value is not None}
+        return function_tool(**set_fields, parameters=self.input_schema)
 
 
 class ToolChoice(ClosedModel):
@@ -171,7 +164,7 @@ class NamedTool(ClosedModel):
 
     @property
     def choice(self) -> str | dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
+        return function_tool(name=self.name)
 
 
 class Thinking(ClosedModel):
@@ -214,20 +207,23 @@ class CountTokensBody(ForeignBody):
             [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
         )
         messages += [message for turn in self.messages for message in turn.messages]
-        fields: dict[str, Any] = {"messages": messages}
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "model": self.model,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "tools": self.tools and [tool.tool for tool in self.tools],
+        }
         if messages[-1]["role"] == "assistant":  # the beginning of the answer
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        if self.tools is not None:
-            fields["tools"] = [tool.tool for tool in self.tools]
-        if self.tool_choice is not None:
-            fields["tool_choice"] = self.tool_choice.choice
-            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"name": "", "schema": self.output_config.format.schema_}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if self.output_config is not None and self.output_config.effort is not None:
-            fields["reasoning_effort"] = self.output_config.effort
-        return fields | {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
+        if (choice := self.tool_choice) is not None:
+            fields["tool_choice"] = choice.choice
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if (output := self.output_config) is not None:
+            fields["reasoning_effort"] = output.effort
+            if output.format is not None:
+                schema = {"schema": output.format.schema_}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
 
     @cached_property
     def chat(self) -> ChatBody:
@@ -240,8 +236,8 @@ class MessagesBody(CountTokensBody, CommonBody):
 
     @cached_property
     def chat(self) -> ChatBody:
-        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return ChatBody.model_validate(self.fields | self.common | own)
+        further = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return ChatBody.model_validate(self.fields | self.common | further)
 
     def answer(self, form: Answer) -> MessageAnswer:
         return MessageAnswer(form.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -17,24 +17,17 @@ from hf_slospec.batcher.stats import Collector, with_labels
 from hf_slospec.server.access import OwnPagesOnly, ServerSettings
 from hf_slospec.server.answers import SLO_ANSWER_HEADERS, event
 from hf_slospec.server.anthropic import PATH, CountTokensBody, MessagesBody, anthropic_error
-from hf_slospec.server.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    LoadBody,
-    TokenizeBody,
-)
+from hf_slospec.server.bodies import CompletionBody, DetokenizeBody, LoadBody
 from hf_slospec.server.chat_templates import ChatTemplates
+from hf_slospec.server.chats import ChatBody, TokenizeBody
 from hf_slospec.server.completions import Completions
 from hf_slospec.server.engine import ServedEngine
-from hf_slospec.server.orders import chat_prompt
 from hf_slospec.server.reading import (
     Fault,
     RequestReader,
     check_framing,
     check_running,
     fault_of,
-    while_connected,
 )
 from hf_slospec.server.responses import ResponsesBody
 from hf_slospec.server.schemas import SchemaCheck
@@ -54,7 +47,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         dependencies=[Depends(check_framing)],
     )  # fmt: skip
     reader = RequestReader(engine, settings)
-    templates = ChatTemplates(settings.special_tokens)
+    templates = ChatTemplates(engine, settings.bounds, settings.special_tokens)
     schemas = SchemaCheck(settings.bounds)
     completions = Completions(reader, templates, schemas)
     small = _SmallEndpoints(reader, templates, schemas)
@@ -76,12 +69,12 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     for kind in (HTTPException, Fault):  # unknown paths and methods; missing keys
         app.add_exception_handler(kind, _answer_fault)
     definitions: dict[str, Any] = {}
-    for method, path, endpoint, body in (
+    routes: tuple[tuple[str, str, Callable[..., Any], type[BaseModel] | None], ...] = (
         ("POST", "/v1/chat/completions", completions.chat, ChatBody),
         ("POST", "/v1/completions", completions.complete, CompletionBody),
-        ("POST", "/v1/responses", completions.translated(ResponsesBody), ResponsesBody),
-        ("POST", PATH, completions.translated(MessagesBody), MessagesBody),
-        ("POST", f"{PATH}/count_tokens", completions.counted(CountTokensBody), CountTokensBody),
+        ("POST", "/v1/responses", completions.translated, ResponsesBody),
+        ("POST", PATH, completions.translated, MessagesBody),
+        ("POST", f"{PATH}/count_tokens", completions.counted, CountTokensBody),
         ("POST", "/tokenize", small.tokenize, TokenizeBody),
         ("POST", "/detokenize", small.detokenize, DetokenizeBody),
         ("POST", "/load_model", small.load_model, LoadBody),
@@ -92,8 +85,12 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         ("HEAD", "/health", small.health, None),
         ("GET", "/metrics", small.metrics, None),
         ("GET", "/version", small.version, None),
-    ):
-        extra = None if body is None else {"requestBody": _described(body, definitions)}
+    )
+    for method, path, endpoint, body in routes:
+        extra = None
+        if body is not None:
+            extra = {"requestBody": _described(body, definitions)}
+            endpoint = reader.with_body(body, endpoint)
         checks = [] if path in WHILE_STOPPING else [check_running]
         checks += [] if path in OPEN else [reader.check_key]
         app.add_api_route(
@@ -149,20 +146,14 @@ class _SmallEndpoints:
         self.schemas = schemas
         self.created = int(time.time())
 
-    async def tokenize(self, request: Request) -> Response:
+    def tokenize(self, body: TokenizeBody) -> Response:
         """Return the token ids of a text or of messages."""
-        body = await self.reader.read(request, TokenizeBody)
-        return await while_connected(
-            request.receive, self.reader.in_pool(request, self._tokenized, body)
-        )
-
-    def _tokenized(self, body: TokenizeBody) -> Response:
         tokenizer = self.engine.tokenizer
         if body.messages is not None:
-            token_ids = chat_prompt(
-                body.messages, self.engine, self.reader.bounds, self.templates,
-                add_generation_prompt=body.add_generation_prompt,
-            ).tokens  # fmt: skip
+            chat = ChatBody(
+                messages=body.messages, add_generation_prompt=body.add_generation_prompt
+            )
+            token_ids = self.templates.prompt(chat).tokens
         else:
             token_ids = tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)[
                 "input_ids"
@@ -177,17 +168,11 @@ class _SmallEndpoints:
             answer["token_strs"] = [texts[token] for token in token_ids]
         return JSONResponse(answer)
 
-    async def detokenize(self, request: Request) -> Response:
-        body = await self.reader.read(request, DetokenizeBody)
+    def detokenize(self, body: DetokenizeBody) -> Response:
         if body.tokens and max(body.tokens) >= self.engine.vocab_size:
             text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
             raise Fault(400, text, param="tokens")
-        return await while_connected(
-            request.receive, self.reader.in_pool(request, self._detokenized, body.tokens)
-        )
-
-    def _detokenized(self, tokens: list[int]) -> Response:
-        return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
+        return JSONResponse({"prompt": self.engine.tokenizer.decode(body.tokens)})
 
     async def tokenizer_info(self) -> Response:
         """Return the tokenizer's class, special tokens and chat template; raises Fault if they are
@@ -205,9 +190,8 @@ class _SmallEndpoints:
             info | tokenizer.special_tokens_map | {"chat_template": tokenizer.chat_template}
         )
 
-    async def load_model(self, request: Request) -> Response:
+    async def load_model(self, request: Request, body: LoadBody) -> Response:
         """Return that the model is loaded, which ``transformers chat`` asks first."""
-        await self.reader.read(request, LoadBody)
         return Response(event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     async def models(self) -> Response:
@@ -252,31 +236,28 @@ class _SmallEndpoints:
 
         prefix = self.settings.metrics_prefix
         pools = {"work": self.engine.work, "schemas": self.schemas.slots}
-        for name, text, label, counts in (
-            ("requests_refused", "Requests above a limit.", "limit", self.reader.refused),
-            (
-                "requests_by_objective",
-                "Requests with a gateway's objective.",
-                "objective",
-                self.reader.objectives,
-            ),
-        ):
-            counted = CounterMetricFamily(prefix + name, text, labels=[label])
+        rows: list[tuple[Any, str, str, str, dict[str, int]]] = [
+            (kind, name.replace("num_", "pool_jobs_"), text, "pool",
+             {pool: getattr(slots, name) for pool, slots in pools.items()})
+            for kind, name, text in (
+                (GaugeMetricFamily, "num_running", "Jobs that prepare requests now."),
+                (GaugeMetricFamily, "num_waiting", "Jobs that wait to begin."),
+                (CounterMetricFamily, "num_refused", "Jobs refused as too many waited."),
+                (CounterMetricFamily, "num_dropped", "Jobs dropped as their client left."),
+            )
+        ]  # fmt: skip
+        for kind, name, text, label, counts in (
+            (CounterMetricFamily, "requests_refused", "Requests above a limit.", "limit", self.reader.refused),
+            (CounterMetricFamily, "requests_by_objective", "Requests with a gateway's objective.", "objective",
+             self.reader.objectives),
+            *rows,
+        ):  # fmt: skip
+            family = kind(prefix + name, text, labels=[label])
             for value, count in counts.items():
-                counted.add_metric([value], count)
-            yield counted
+                family.add_metric([value], count)
+            yield family
         for name, text in (
             ("clients_left", "Requests whose client left before their answer began."),
             ("readers_cut", "Connections that were closed because nothing was read."),
         ):
             yield CounterMetricFamily(prefix + name, text, value=self.reader.counts[name])
-        for kind, name, text in (
-            (GaugeMetricFamily, "num_running", "Jobs that prepare requests now."),
-            (GaugeMetricFamily, "num_waiting", "Jobs that wait to begin."),
-            (CounterMetricFamily, "num_refused", "Jobs refused as too many waited."),
-            (CounterMetricFamily, "num_dropped", "Jobs dropped as their client left."),
-        ):
-            family = kind(prefix + name.replace("num_", "pool_jobs_"), text, labels=["pool"])
-            for pool, slots in pools.items():
-                family.add_metric([pool], getattr(slots, name))
-            yield family

@@ -8,63 +8,109 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils.chat_template_utils import _get_template_variables
 
-from hf_slospec.batcher.submission import REFUSALS, in_template_form
+from hf_slospec.batcher.submission import REFUSALS, in_template_form, tensors_of_one
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.forks import Lock
+from hf_slospec.server.chats import ChatBody
+from hf_slospec.server.engine import ServedEngine
+from hf_slospec.server.limits import RequestLimits
 
+EFFORT = "reasoning_effort"  # the chat template's variable
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 
 
+class PromptInputs(NamedTuple):
+    tokens: list[int]
+    of_images: dict[str, Any] = {}  # noqa: RUF012  arguments of submit for its images; never written to
+
+
 class ChatTemplates:
-    """Applies chat templates to messages of clients.
+    """Makes prompts of the messages of clients.
 
     In this module ``processor`` is a processor or a tokenizer.
     """
 
-    def __init__(self, special_tokens: str = "allow"):
+    def __init__(self, engine: ServedEngine, limits: RequestLimits, special_tokens: str = "allow"):
         """``special_tokens`` in texts of messages become control tokens (allow), are refused, or
         stay text (escape).
         """
+        self._engine = engine
+        self._limits = limits
         self._treatment = special_tokens
         self._copies: dict[
             int, Any
         ] = {}  # by id() of the processor, which lives as long as the server
         self._lock = Lock()
 
-    def apply(
+    def prompt(self, body: ChatBody) -> PromptInputs:
+        """Return the prompt that the tokenizer's chat template, or with images the processor's,
+        makes of messages.
+
+        Raises:
+            InvalidInputError: there is no template, it refuses the messages or ignores part of
+                them, a text has special tokens which are refused, or images are too large.
+        """
+        has_images = any(message.num_images for message in body.messages)
+        processor: Any = self._engine.processor if has_images else self._engine.tokenizer
+        if processor is None:
+            raise InvalidInputError(
+                "messages: this server takes no images (image_url); send text only"
+            )
+        if getattr(processor, "chat_template", None) is None:
+            raise InvalidInputError(
+                "the model has no chat template; use /v1/completions, or start with --chat-template"
+            )
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None and EFFORT in _variables_of(processor):
+            variables.setdefault(EFFORT, body.reasoning_effort)
+        num_pixels = 0
+
+        def take_pixels(number: int) -> None:
+            nonlocal num_pixels
+            num_pixels += number
+            self._limits.check("pixels", num_pixels, "messages", "pixels of all images")
+
+        messages = [message.for_template(take_pixels) for message in body.messages]
+        _check_variables(processor, variables)
+        is_continued = body.continue_final_message
+        options = {
+            "tools": body.shown_tools,
+            "add_generation_prompt": body.add_generation_prompt and not is_continued,
+            "continue_final_message": is_continued, **variables,
+        }  # fmt: skip
+        try:
+            messages = in_template_form(processor, messages, options)
+            _check_shown(processor, messages, options)
+            encoded = self._encoded(processor, messages, options, has_images)
+        except InvalidInputError:  # it says already what is wrong
+            raise
+        except REFUSALS as error:
+            raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
+        tensors = tensors_of_one(encoded) if has_images else {}
+        ids = tensors.pop("inputs")[0].tolist() if has_images else encoded["input_ids"]
+        if not ids:
+            raise InvalidInputError(
+                "messages: the chat template made no tokens of them; send a text"
+            )
+        return PromptInputs(ids, tensors)
+
+    def _encoded(
         self,
         processor: Any,
         messages: list[dict[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        tools: list[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        **form: Any,
+        options: dict[str, Any],
+        has_images: bool,
     ) -> Any:
-        """Return the tokens of messages, in the form of ``apply_chat_template``.
-
-        Args:
-            variables: values of variables of the template.
-
-        Raises:
-            InvalidInputError: the template ignores part of the input, or a text has special tokens,
-                which are refused.
-        """
-        _check_variables(processor, variables)
-        options = {
-            "tools": tools, "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message, **variables,
-        }  # fmt: skip
-        messages = in_template_form(processor, messages, options)
-        _check_shown(processor, messages, options)
+        options = options | {"return_dict": True, "tokenize": True}
+        if has_images:
+            options["return_tensors"] = "pt"
         if self._treatment == "allow":
-            return processor.apply_chat_template(messages, **options, **form)
+            return processor.apply_chat_template(messages, **options)
         tokenizer = getattr(processor, "tokenizer", processor)
         _check_names(tokenizer._get_control_tokens(_template_of(processor)), messages, options)
         # To escape, transformers sets a flag of the tokenizer, which other threads use at the same
@@ -74,11 +120,11 @@ class ChatTemplates:
                 self._copies[id(processor)] = copy.deepcopy(processor)
             escaping = self._copies[id(processor)]
             escaped = escaping.apply_chat_template(
-                messages, **options, **form, sanitize_control_tokens=True
+                messages, **options, sanitize_control_tokens=True
             )
         if self._treatment == "escape":
             return escaped
-        encoded = processor.apply_chat_template(messages, **options, **form)
+        encoded = processor.apply_chat_template(messages, **options)
         added = tokenizer.added_tokens_decoder
         surplus = _token_counts(encoded) - _token_counts(escaped)
         if forged := [added[token].content for token in surplus if token in added]:
@@ -93,7 +139,7 @@ def _token_counts(encoded: Any) -> Counter[int]:
     return Counter(torch.as_tensor(encoded["input_ids"], device="cpu").flatten().tolist())
 
 
-def template_variables(processor: Any) -> Set[str]:
+def _variables_of(processor: Any) -> Set[str]:
     """Return the names of the variables that a chat template uses."""
     names: Set[str] = _get_template_variables(_template_of(processor))
     return names
@@ -135,9 +181,9 @@ def _check_variables(processor: Any, variables: Mapping[str, Any]) -> None:
     of its call.
     """
     taken = inspect.signature(processor.apply_chat_template).parameters
-    known = template_variables(processor)
-    if refused := [name for name in variables if name in taken or name not in known]:
-        available = ", ".join(sorted(known - {*taken, "messages"})) or "none"
+    names = _variables_of(processor)
+    if refused := [name for name in variables if name in taken or name not in names]:
+        available = ", ".join(sorted(names - {*taken, "messages"})) or "none"
         raise InvalidInputError(
             f"chat_template_kwargs: {', '.join(refused)} cannot be given; only variables of the chat template's own "
             f"can: {available}"

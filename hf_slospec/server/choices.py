@@ -8,11 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_slospec.batcher.texts import INVALID, StoppedText, TextStream, ToText
-from hf_slospec.model.sampling import TokenLogprobs
-from hf_slospec.request.metrics import RequestMetrics
-from hf_slospec.request.params import RequestParams
-from hf_slospec.request.request import Request
-from hf_slospec.request.state import FinishReason
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.server.engine import Decoding
 from hf_slospec.server.messages import Parser, Parts, PlainParts
 
@@ -46,71 +42,6 @@ class Piece:
         )
 
 
-class PromptOnly:
-    """Decoding of a request with ``max_tokens`` 0, which at most scores its prompt."""
-
-    logprobs: Sequence[TokenLogprobs] = ()
-    finish_reason: FinishReason | None = "length"
-
-    def __init__(self, prompt: list[int], scoring: Decoding | None):
-        """``scoring`` computes the log probabilities of the prompt; None if they are not wanted."""
-        self._scoring = scoring
-        self._metrics = Request(0, RequestParams(prompt, 0)).metrics()
-
-    @property
-    def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
-        return [] if self._scoring is None else self._scoring.prompt_logprobs
-
-    @property
-    def metrics(self) -> RequestMetrics:
-        return self._metrics if self._scoring is None else self._scoring.metrics
-
-    @property
-    def replica(self) -> str | None:
-        return None if self._scoring is None else self._scoring.replica
-
-    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
-        """Yield one empty step, the last, after the prompt has been scored."""
-        if self._scoring is not None:
-            async for _ in self._scoring.asteps():
-                pass
-        yield [], True
-
-    def cancel(self) -> None:
-        if self._scoring is not None:
-            self._scoring.cancel()
-
-
-@dataclass
-class Echo:
-    """The prompt as the beginning of outputs. All choices of a prompt share it, and the first
-    computes its scores.
-    """
-
-    # None: log probabilities are not wanted
-    scores: asyncio.Future[Sequence[TokenLogprobs | None]] | None = None
-
-    _has_first: bool = False
-
-    def is_first(self) -> bool:
-        """Return True once, if log probabilities are wanted: the first choice computes them for
-        all.
-        """
-        is_first = self.scores is not None and not self._has_first
-        self._has_first = True
-        return is_first
-
-    async def scores_by(self, decoding: Decoding) -> list[TokenLogprobs | None]:
-        """Return the log probabilities of the prompt's tokens, once ``decoding`` or another
-        choice's has them.
-        """
-        if self.scores is None:
-            return []
-        if not self.scores.done() and (scores := decoding.prompt_logprobs):
-            self.scores.set_result(scores)
-        return list(await asyncio.shield(self.scores))
-
-
 @dataclass
 class Choice:
     """One choice: its decoding, and the options that turn its tokens into text."""
@@ -123,7 +54,8 @@ class Choice:
     stop_strings: Sequence[str] = ()
     stop_tokens: Sequence[int] = ()  # token ids that are not shown at the end
     keeps_stop: bool = False
-    echo: Echo | None = None  # None: the output does not begin with the prompt
+    echoes: bool = False  # the output begins with the prompt
+    is_prompt_only: bool = False  # show no output: the decoding scores the prompt
     parser: Parser = field(default_factory=PlainParts)
     wants_offsets: bool = False
     min_tokens: int = 0  # first tokens that complete no stop string
@@ -133,9 +65,9 @@ class Choice:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the output as it is committed; the last piece has a finish reason."""
-        echo = self.echo
+        needs_prompt = self.echoes
         offsets = (
-            _Offsets(self.to_text, self.prompt if echo is None else ())
+            _Offsets(self.to_text, () if self.echoes else self.prompt)
             if self.wants_offsets
             else None
         )
@@ -143,9 +75,11 @@ class Choice:
             self.to_text, self.stop_strings, self.keeps_stop, self.prompt, self.min_tokens
         )
         async for new, is_last in self.decoding.asteps():
-            if echo is not None:
-                yield await self.in_pool(self._echoed, await echo.scores_by(self.decoding), offsets)
-                echo = None
+            if needs_prompt:
+                yield await self.in_pool(self._echoed, offsets)
+                needs_prompt = False
+            if self.is_prompt_only:
+                new = []
             begin = len(self.tokens)
             self.tokens += new
             shown = (
@@ -158,7 +92,9 @@ class Choice:
             parts = self.parser.push(added, is_last)
             self.num_reasoning += len(new) if parts.reasoning else 0
             reason = str(self.decoding.finish_reason) if is_last else None
-            if reason == "stop" and self.parser.num_calls:
+            if reason is not None and self.is_prompt_only:
+                reason = "length"
+            elif reason == "stop" and self.parser.num_calls:
                 reason = "tool_calls"
             if new or added or is_last:
                 logprobs: list[TokenLogprobs | None] = [
@@ -174,9 +110,10 @@ class Choice:
                     [] if offsets is None else offsets.of(new),
                 )
 
-    def _echoed(self, scores: list[TokenLogprobs | None], offsets: _Offsets | None) -> Piece:
+    def _echoed(self, offsets: _Offsets | None) -> Piece:
         of_prompt = [] if offsets is None else offsets.of(self.prompt)
         text = self.to_text(self.prompt).rstrip(INVALID)  # the output may complete a character
+        scores = list(self.decoding.prompt_logprobs)
         return Piece(self.index, text, self.prompt, scores, offsets=of_prompt)
 
 

@@ -4,7 +4,6 @@ answer.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -18,20 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from hf_slospec.batcher.texts import Detokenizer
 from hf_slospec.server.answers import Answer, AnswerForm, slo_headers
-from hf_slospec.server.bodies import ChatBody, CompletionBody, ForeignBody, SamplingBody
-from hf_slospec.server.chat_templates import ChatTemplates
-from hf_slospec.server.choices import Choice, Echo, Piece, PromptOnly, merged
-from hf_slospec.server.engine import Decoding, Order
-from hf_slospec.server.limits import ContextOverflowError
+from hf_slospec.server.bodies import CompletionBody, SamplingBody
+from hf_slospec.server.chat_templates import ChatTemplates, PromptInputs
+from hf_slospec.server.chats import ChatBody, ForeignBody
+from hf_slospec.server.choices import Choice, Piece, merged
+from hf_slospec.server.engine import Order
 from hf_slospec.server.messages import CallParts, Parser, PlainParts, TemplateParts
-from hf_slospec.server.orders import (
-    PromptInputs,
-    chat_prompt,
-    end_tokens,
-    num_top_logprobs,
-    order_of,
-    prompt_of,
-)
+from hf_slospec.server.orders import end_tokens, order_of, prompt_of
 from hf_slospec.server.reading import RequestReader, fault_of, while_connected
 from hf_slospec.server.schemas import SchemaCheck
 
@@ -47,66 +39,26 @@ class Completions:
         self.schemas = schemas
         self._texts = {skips: Detokenizer(self.engine.tokenizer, skips) for skips in (False, True)}
 
-    async def chat(self, request: Request) -> Response:
-        body = await self.reader.read(request, ChatBody)
+    async def chat(self, request: Request, body: ChatBody) -> Response:
         return await self._answer_chat(request, body, self.form(body))
 
-    def translated(self, kind: type[ForeignBody]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint of another API, whose bodies are translated into chats."""
+    async def translated(self, request: Request, body: ForeignBody) -> Response:
+        """Return the answer to a body of another API, which is translated into a chat."""
+        return await self._answer_chat(request, body.chat, body.answer(self.form(body.chat)))
 
-        async def answer(request: Request) -> Response:
-            body = await self.reader.read(request, kind)
-            try:
-                return await self._answer_chat(
-                    request, body.chat, body.answer(self.form(body.chat))
-                )
-            except ContextOverflowError as error:
-                error.args = (f"{error}{body.overflow_note}",)
-                raise
-
-        return answer
-
-    def counted(self, kind: type[ForeignBody]) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that counts the tokens of an input."""
-
-        def count(chat: ChatBody) -> Response:
-            return JSONResponse({"input_tokens": len(self.chat_inputs(chat).tokens)})
-
-        async def answer(request: Request) -> Response:
-            body = await self.reader.read(request, kind)
-            return await while_connected(
-                request.receive, self.reader.in_pool(request, count, body.chat)
-            )
-
-        return answer
+    def counted(self, body: ForeignBody) -> Response:
+        """Return the number of tokens of an input."""
+        return JSONResponse({"input_tokens": len(self.templates.prompt(body.chat).tokens)})
 
     async def _answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
-        prompts = [partial(self.chat_inputs, body)]
-        return await while_connected(request.receive, self._answer(request, body, prompts, answer))
+        return await self._answer(request, body, [partial(self.templates.prompt, body)], answer)
 
-    def chat_inputs(self, body: ChatBody) -> PromptInputs:
-        return chat_prompt(
-            body.messages, self.engine, self.reader.bounds, self.templates,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            tools=body.shown_tools,
-            template_kwargs=body.chat_template_kwargs,
-            reasoning_effort=body.reasoning_effort,
-        )  # fmt: skip
-
-    async def complete(self, request: Request) -> Response:
-        body = await self.reader.read(request, CompletionBody)
+    async def complete(self, request: Request, body: CompletionBody) -> Response:
         prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
-        return await while_connected(
-            request.receive, self._answer(request, body, prompts, self.form(body))
-        )
+        return await self._answer(request, body, prompts, self.form(body))
 
     def form(self, body: SamplingBody) -> Answer:
-        return Answer(
-            self.reader.settings.model_name, isinstance(body, ChatBody), self._texts[False].token_bytes,
-            num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
-            body.options.continuous_usage_stats,
-        )  # fmt: skip
+        return Answer(self.reader.settings.model_name, body, self._texts[False].token_bytes)
 
     async def _answer(
         self,
@@ -127,10 +79,9 @@ class Completions:
                 for prompt in prompts
             ]
             for orders in per_prompt_orders:
-                echo = self._echo(body)
                 for order in orders:
                     order = replace(order, request_id=answer.id, client=request.state.client)
-                    choices.append(await self._choice(len(choices), order, body, echo, in_pool))
+                    choices.append(await self._choice(len(choices), order, body, in_pool))
             if not body.stream:
                 return await self._whole(answer, merged(choices), choices, in_pool)
         except BaseException:
@@ -139,7 +90,7 @@ class Completions:
         return _Stream(self._events(answer, merged(choices), choices, in_pool), choices)
 
     async def _choice(
-        self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool
+        self, index: int, order: Order, body: SamplingBody, in_pool: InPool
     ) -> Choice:
         parser: Parser = PlainParts()
         template = self.engine.response_template
@@ -149,43 +100,26 @@ class Completions:
             template is not None and isinstance(body, ChatBody) and body.json_schema is None
         ):  # JSON is all content
             parser = await in_pool(self._parser, template, order.prompt, body)
-        skips = body.skip_special_tokens
+        arguments: dict[str, Any] = {"skip_special_tokens": body.skip_special_tokens}
         hidden = body.stop_token_ids or []
         if isinstance(
             parser, TemplateParts
         ):  # response templates match the texts of special tokens
-            skips = False
+            arguments["skip_special_tokens"] = False
             hidden = end_tokens(body, self.engine.generation_config)
-        wants_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
-        order = replace(order, arguments=order.arguments | {"skip_special_tokens": skips})
+        has_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
+        echoes = isinstance(body, CompletionBody) and body.echo
+        if echoes and has_offsets:
+            arguments["prompt_logprobs"] = order.arguments["logprobs"]
+        is_prompt_only = not order.arguments["max_new_tokens"]
+        if is_prompt_only:
+            arguments["max_new_tokens"] = 1  # the least that the engine decodes
+        order = replace(order, arguments=order.arguments | arguments)
         return Choice(
-            index, await self._decoding(order, echo), order.prompt, self._texts[skips], in_pool,
-            body.stop_strings, hidden, body.include_stop_str_in_output, echo, parser, wants_offsets, body.min_tokens,
+            index, await self.engine.submit(order), order.prompt,
+            self._texts[arguments["skip_special_tokens"]], in_pool, body.stop_strings, hidden,
+            body.include_stop_str_in_output, echoes, is_prompt_only, parser, has_offsets, body.min_tokens,
         )  # fmt: skip
-
-    async def _decoding(self, order: Order, echo: Echo | None) -> Decoding:
-        """Submit an order, and return its decoding; one that wants no tokens only scores its
-        prompt.
-        """
-        arguments = order.arguments
-        scores_prompt = echo is not None and echo.is_first()
-        if scores_prompt:
-            arguments = arguments | {"prompt_logprobs": arguments["logprobs"]}
-        if arguments["max_new_tokens"]:
-            return await self.engine.submit(replace(order, arguments=arguments))
-        if not scores_prompt:
-            return PromptOnly(order.prompt, None)
-        arguments = arguments | {
-            "max_new_tokens": 1
-        }  # the engine decodes at least one token; it is not shown
-        return PromptOnly(
-            order.prompt, await self.engine.submit(replace(order, arguments=arguments))
-        )
-
-    def _echo(self, body: SamplingBody) -> Echo | None:
-        if not isinstance(body, CompletionBody) or not body.echo:
-            return None
-        return Echo(None if body.logprobs is None else asyncio.get_running_loop().create_future())
 
     def _parser(self, template: dict[str, Any], prompt: list[int], body: ChatBody) -> TemplateParts:
         return TemplateParts(

@@ -14,11 +14,8 @@ from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-try:
-    from hf_slospec.server.httptools_protocol import PlainHttpToolsProtocol as HTTPProtocol
-except ImportError:  # httptools is not installed
-    from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol  # type: ignore[assignment]
 try:
     import resource
 except ImportError:  # Windows
@@ -29,11 +26,12 @@ OTHER_FILES = 128  # file descriptors that the process needs for other things th
 NO_LIMIT = 2**20  # connections, if the system does not limit open files
 
 
-class ImpatientProtocol(HTTPProtocol):
+class ImpatientProtocol(H11Protocol):
     """uvicorn's protocol, which closes connections whose client sends no request or does not read
     the response.
 
-    Requests to upgrade, to HTTP/2 or a web socket, are answered in HTTP/1.1.
+    Requests to upgrade, to HTTP/2 or a web socket, are answered in HTTP/1.1. uvicorn's protocol on
+    httptools would lose their bodies, and send chunks to clients of HTTP/1.0.
     """
 
     def _should_upgrade(self) -> bool:

@@ -11,7 +11,7 @@ from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.generate.grammars import Grammars
 from hf_slospec.generate.rows import model_end_tokens
 from hf_slospec.model.properties import vocab_size
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.state import FinishReason
 from hf_slospec.server.messages import response_template

@@ -9,14 +9,8 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from hf_slospec.errors import InputModel, InvalidInputError
-from hf_slospec.server.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    Message,
-    SamplingBody,
-    TokenizeBody,
-)
+from hf_slospec.server.bodies import CompletionBody, DetokenizeBody, SamplingBody
+from hf_slospec.server.chats import ChatBody, Message, TokenizeBody
 from hf_slospec.server.work import Work
 
 # UTF-8 bytes; texts in few languages and hardly any code have so many per token
@@ -43,16 +37,16 @@ class ContextOverflowError(LimitError):
         limit: str,
         field: str,
         max_len: int,
-        found: str,
+        length: str,
         for_anthropic: str,
         or_shorten: str = "",
     ):
-        """``field`` of the body, of which ``found`` tells the length, has the prompt; ``max_len``
+        """``field`` of the body has the prompt, of this ``length``; ``max_len``
         tokens fit.
         """
         super().__init__(
             limit,
-            f"This model's maximum context length is {max_len} tokens. However, {found}. "
+            f"This model's maximum context length is {max_len} tokens. However, {length}. "
             f"Please reduce the length of the {field}{or_shorten}. ({CONTEXT_CODE})",
         )
         self.field = field
@@ -64,15 +58,17 @@ class ContextOverflowError(LimitError):
     ) -> ContextOverflowError:
         """Return the error of a prompt whose output may have ``max_tokens``."""
         if prompt_len > max_len:
-            found = f"your {field} resulted in {prompt_len} tokens"
-            return cls("context", field, max_len, found, f"{prompt_len} tokens > {max_len} maximum")
+            length = f"your {field} resulted in {prompt_len} tokens"
+            return cls(
+                "context", field, max_len, length, f"{prompt_len} tokens > {max_len} maximum"
+            )
         total = prompt_len + max_tokens
-        found = f"you requested {total} tokens ({prompt_len} in the {field}, {max_tokens} in the completion)"
+        length = f"you requested {total} tokens ({prompt_len} in the {field}, {max_tokens} in the completion)"
         for_anthropic = (
             f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens} > {max_len}, "
             "decrease input length or `max_tokens` and try again"
         )
-        return cls("context", field, max_len, found, for_anthropic, " or max_tokens")
+        return cls("context", field, max_len, length, for_anthropic, " or max_tokens")
 
 
 class RequestLimits(InputModel):
@@ -138,11 +134,12 @@ class RequestLimits(InputModel):
     def check_prompt(self, prompt: str, max_len: int, field: str = "prompt") -> None:
         """Raise LimitError for a text that is too long to be tokenized; ``max_len`` tokens fit."""
         max_bytes = self.prompt_bytes or max(BYTES_PER_TOKEN * max_len, LEAST_PROMPT_BYTES)
-        # Compare characters first, so that a far too long text is not encoded.
-        if len(prompt) > max_bytes or (number := len(prompt.encode(errors="replace"))) > max_bytes:
-            number = len(prompt) if len(prompt) > max_bytes else number
-            found = f"{field} has {number} bytes, and this server takes at most {max_bytes}"
-            raise ContextOverflowError("prompt_bytes", field, max_len, f"your {found}", found)
+        number = len(prompt)
+        if number <= max_bytes:  # a far too long text is not encoded
+            number = len(prompt.encode(errors="replace"))
+        if number > max_bytes:
+            length = f"{field} has {number} bytes, and this server takes at most {max_bytes}"
+            raise ContextOverflowError("prompt_bytes", field, max_len, f"your {length}", length)
 
     def check_body(self, body: Any, max_len: int) -> None:
         """Raise LimitError if a valid body asks for too much; the pixels of images are checked on
@@ -153,15 +150,13 @@ class RequestLimits(InputModel):
         if isinstance(body, CompletionBody):
             self.check("prompts", len(body.prompts), "prompt", "prompts")
             self.check("choices", body.n * len(body.prompts), "n", "choices of all prompts")
-            self.check("top_logprobs", body.logprobs or 0, "logprobs", "tokens at each position")
+            self._check_logprobs(body, "logprobs")
             for prompt in body.prompts:
                 if isinstance(prompt, str):
                     self.check_prompt(prompt, max_len)
         elif isinstance(body, ChatBody):
             self.check("choices", body.n, "n", "choices")
-            self.check(
-                "top_logprobs", body.top_logprobs or 0, "top_logprobs", "tokens at each position"
-            )
+            self._check_logprobs(body, "top_logprobs")
             self._check_messages(
                 body.messages, [body.tools, body.chat_template_kwargs], max_len, body.prompt_field
             )
@@ -186,6 +181,9 @@ class RequestLimits(InputModel):
         self.check("stop_token_ids", len(body.stop_token_ids or ()), "stop_token_ids", "token ids")
         self.check("logit_bias", len(body.logit_bias or ()), "logit_bias", "token ids")
         self.check("salt_chars", len(body.cache_salt), "cache_salt", "characters")
+
+    def _check_logprobs(self, body: SamplingBody, field: str) -> None:
+        self.check("top_logprobs", body.num_top_logprobs or 0, field, "tokens at each position")
 
     def _check_messages(
         self,

@@ -132,16 +132,15 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 
 def load_pair(
-    target: str | None,
-    assistant: str | None,
-    size: str,
-    dtype: str,
-    device: str,
-    may_unpickle: bool = True,
-    images: bool = False,
-    allow_missing: bool = False,
-    tensor_parallel_size: int = 1,
+    target: str | None, assistant: str | None, size: str, dtype: str, device: str
 ) -> Pair:
+    """Return the models of these options; see :func:`load_models`."""
+    return load_models(
+        ModelOptions(target=target, assistant=assistant, size=size, dtype=dtype, device=device)
+    )
+
+
+def load_models(options: ModelOptions) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated
     to ``size``.
 
@@ -151,90 +150,78 @@ def load_pair(
     The number of torch's threads is limited to the cores that this process may use. The dtype
     ``fast`` is that of :func:`fast_dtype`, ``auto`` that of the checkpoint. A name may be that of a
     GGUF file, whose weights are dequantized; the tokenizer is that of its folder, if there is one.
-    Without ``may_unpickle``, weights are read from safetensors and GGUF files only, as pickled
-    files may run code. A named target has no draft unless an assistant is named; with ``images`` it
-    is loaded with its image encoder. ``allow_missing`` is that of
-    :func:`~hf_slospec.model.loading.load_model`. No weight requires a gradient. With
-    ``tensor_parallel_size``, this is one of so many processes, which split a named target among
-    their GPUs, or on the CPU where there is none, and have the whole draft each.
+    Without ``allow_pickle``, weights are read from safetensors and GGUF files only, as pickled
+    files may run code. No weight requires a gradient. With ``tensor_parallel_size``, this is one of
+    so many processes, which split a named target among their GPUs, or on the CPU where there is
+    none, and have the whole draft each.
 
     Raises:
-        InvalidInputError: a model cannot be loaded; the message has the names of the command line.
+        InvalidInputError: a model or the drafter cannot be found or loaded, or there are other
+            processes than the options say; the message has the names of the command line.
     """
-    torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
-    dtype = (
-        str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
-    )
-    if target is not None:
-        auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
-        named: list[tuple[Any, str | None]] = [
-            (auto_class, target),
-            (AutoModelForCausalLM, assistant),
-        ]
-        options = (
-            f"--target {target}"
-            if assistant is None
-            else f"--target {target} --assistant {assistant}"
-        )
-        try:
-            files = {name: located(name) for _, name in named if name is not None}
-            source, hub = files[target]
-            if "gguf_file" in hub and os.path.isfile(os.path.join(source, "tokenizer_config.json")):
-                # With it, transformers reads the tokenizer.json beside the file, but not the chat
-                # template
-                hub = {}
-            tokenizer = AutoTokenizer.from_pretrained(source, **hub)
-            models: list[Any] = []
-            for auto, name in named:
-                if name is not None:
-                    source, hub = files[name]
-                    if not may_unpickle and "gguf_file" not in hub:
-                        hub = {"use_safetensors": True, **hub}
-                    if tensor_parallel_size > 1 and not models:
-                        hub = {
-                            "distributed_config": DistributedConfig(tp_size=tensor_parallel_size),
-                            **hub,
-                        }
-                    models.append(load_model(auto, source, allow_missing, dtype=dtype, **hub))
-            if tensor_parallel_size > 1:
-                device = str(input_device(models[0]))
-            models = [model.to(device) for model in models]
-        except LOADING_ERRORS as error:
-            raise InvalidInputError(f"{options}: {loading_hint(error, may_unpickle)}") from error
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        return Pair(models[0], None if assistant is None else models[1], tokenizer)
-    pair: Any = load_tiny_pair(dtype)
-    model = pair[0].to(device)
-    draft = pair[1].to(device)
-    if size in DRAFT_SHAPES:
-        draft = inflate(draft, DRAFT_SHAPES[size])
-    model = model if size == "tiny" else inflate(model, SHAPES[size])
-    return Pair(model.requires_grad_(False), draft.requires_grad_(False), pair[2])
-
-
-def load_models(options: ModelOptions) -> Pair:
-    """Return the models and the tokenizer.
-
-    Raises:
-        InvalidInputError: they or the drafter cannot be found, or there are other processes than
-            the options say.
-    """
-    size = options.tensor_parallel_size
+    num_parts = options.tensor_parallel_size
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if size > 1 and size != world_size:
+    if num_parts > 1 and num_parts != world_size:
         raise InvalidInputError(
-            f"--tensor-parallel-size {size} needs as many processes, and the number of them here is {world_size}; "
-            f"start them by torchrun --nproc-per-node {size} -m hf_slospec ..."
+            f"--tensor-parallel-size {num_parts} needs as many processes, and the number of them here is {world_size}; "
+            f"start them by torchrun --nproc-per-node {num_parts} -m hf_slospec ..."
         )
     try:
         check_drafter(options)
     except SLOSpecError as error:
         raise InvalidInputError(f"{options.drafting}: {error}") from error
-    device = str(chosen_device(options.device))
-    return load_pair(
-        options.target, options.assistant, options.size, options.dtype, device, options.allow_pickle, options.images,
-        options.allow_missing, size,
-    )  # fmt: skip
+    device = chosen_device(options.device)
+    torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
+    dtype = options.dtype
+    if dtype == "fast":
+        dtype = str(fast_dtype(device)).removeprefix("torch.")
+    if options.target is not None:
+        return _load_named(options, options.target, dtype, device)
+    pair: Any = load_tiny_pair(dtype)
+    model = pair[0].to(device)
+    draft = pair[1].to(device)
+    if options.size in DRAFT_SHAPES:
+        draft = inflate(draft, DRAFT_SHAPES[options.size])
+    if options.size != "tiny":
+        model = inflate(model, SHAPES[options.size])
+    return Pair(model.requires_grad_(False), draft.requires_grad_(False), pair[2])
+
+
+def _load_named(options: ModelOptions, target: str, dtype: str, device: torch.device) -> Pair:
+    num_parts = options.tensor_parallel_size
+    names = [target] if options.assistant is None else [target, options.assistant]
+
+    def load(auto_class: Any, name: str, **further: Any) -> Any:
+        source, hub = files[name]
+        if not options.allow_pickle and "gguf_file" not in hub:
+            further["use_safetensors"] = True
+        return load_model(auto_class, source, options.allow_missing, dtype=dtype, **further, **hub)
+
+    try:
+        files = {name: located(name) for name in names}
+        source, hub = files[target]
+        if "gguf_file" in hub and os.path.isfile(os.path.join(source, "tokenizer_config.json")):
+            # With it, transformers reads the tokenizer.json beside the file, but not the chat
+            # template
+            hub = {}
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+        auto_class = AutoModelForImageTextToText if options.images else AutoModelForCausalLM
+        if num_parts > 1:
+            split = DistributedConfig(tp_size=num_parts)
+            model = load(auto_class, target, distributed_config=split)
+            device = input_device(model)
+        else:
+            model = load(auto_class, target).to(device)
+        draft = None
+        if options.assistant is not None:
+            draft = load(AutoModelForCausalLM, options.assistant).to(device)
+    except LOADING_ERRORS as error:
+        named = " --assistant ".join(names)
+        raise InvalidInputError(
+            f"--target {named}: {loading_hint(error, options.allow_pickle)}"
+        ) from error
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return Pair(model, draft, tokenizer)
 
 
 def check_drafter(options: ModelOptions) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from hf_slospec.server.chats import function_tool
+
 REASONING = (
     "reasoning_content",
     "reasoning",
@@ -66,7 +68,7 @@ class CallParts:
             except (ValueError, RecursionError):  # not complete yet
                 break
             self._pending = self._pending[end:]
-            parts.tool_calls.append(_call(self.num_calls, _function(call)))
+            parts.tool_calls.append(_call(self.num_calls, call))
             self.num_calls += 1
         if is_last and (rest := self._pending.lstrip("[, \n\t")).startswith("{"):
             parts.content = rest
@@ -154,13 +156,15 @@ class TemplateParts:
             if name == TOOL_CALLS:
                 self._in_call = kind != "region_close"
                 if not self._in_call:
-                    values = (
-                        event["value"] if isinstance(event["value"], list) else [event["value"]]
-                    )
-                    for function in [_function(value["function"]) for value in values]:
-                        if self._max_calls is None or self.num_calls < self._max_calls:
-                            parts.tool_calls.append(_call(self.num_calls, function))
-                            self.num_calls += 1
+                    value = event["value"]
+                    values = value if isinstance(value, list) else [value]
+                    calls = [
+                        _call(index, each["function"])
+                        for index, each in enumerate(values, self.num_calls)
+                        if self._max_calls is None or index < self._max_calls
+                    ]
+                    parts.tool_calls += calls
+                    self.num_calls += len(calls)
             elif kind == "region_chunk":
                 self._pending = self._pending.removeprefix(event["text"])
                 if name in REASONING:
@@ -169,21 +173,12 @@ class TemplateParts:
                     parts.content += event["text"]
 
 
-def _call(index: int, function: dict[str, str]) -> dict[str, Any]:
-    """Return a tool call in the form of OpenAI's streams."""
-    return {
-        "index": index,
-        "id": f"call_{uuid.uuid4().hex}",
-        "type": "function",
-        "function": function,
-    }
-
-
-def _function(parsed: dict[str, Any]) -> dict[str, str]:
-    """Return a function's name and its arguments as a JSON text."""
+def _call(index: int, parsed: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call in the form of OpenAI's streams, with its arguments as a JSON text."""
     arguments = parsed.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"name": str(parsed["name"]), "arguments": text}
+    call = function_tool(name=str(parsed["name"]), arguments=text)
+    return {"index": index, "id": f"call_{uuid.uuid4().hex}"} | call
 
 
 Parser = PlainParts | CallParts | TemplateParts

@@ -76,9 +76,9 @@ class ModelOptions(InputModel):
     @field_validator(*CHOICES)
     @classmethod
     def _is_known(cls, value: str, info: ValidationInfo) -> str:
-        known = CHOICES[str(info.field_name)]
-        if value not in known:
-            raise ValueError(f"must be one of {', '.join(known)}, got {value!r}")
+        choices = CHOICES[str(info.field_name)]
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}, got {value!r}")
         return value
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Any, Literal
 
-from pydantic import Field, RootModel, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InputModel, InvalidInputError
@@ -85,10 +85,6 @@ class Objective(InputModel):
     slo_e2e: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False)
     priority: int = 0
     best_effort: bool = False
-
-
-class Objectives(RootModel[dict[str, Objective]]):
-    """Objectives by name."""
 
 
 class AccessOptions(InputModel):

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from hf_slospec.batcher.submission import REFUSALS, tensors_of_one
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.processors import OccurrencePenalties
 from hf_slospec.generate.rows import model_end_tokens
-from hf_slospec.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
-from hf_slospec.server.chat_templates import ChatTemplates, template_variables
+from hf_slospec.server.bodies import CompletionBody, SamplingBody
+from hf_slospec.server.chat_templates import PromptInputs
 from hf_slospec.server.engine import Order, ServedEngine
-from hf_slospec.server.image_urls import ImageBudget
-from hf_slospec.server.limits import ContextOverflowError, RequestLimits
+from hf_slospec.server.limits import ContextOverflowError
 from hf_slospec.server.options import Objective
 
-DEFAULT_MAX_TOKENS = 16  # for completions, as OpenAI's
-# For chats; not all that fits, as guaranteed requests are admitted with their longest output.
-DEFAULT_CHAT_TOKENS = 4096
 SEEDS = 2**63
 # Below it, decoding is greedy, as vLLM's is: logits divided by less may overflow.
 LEAST_TEMPERATURE = 1e-5
-EFFORT = "reasoning_effort"  # the chat template's variable
 # llm-d's headers, in milliseconds; the second of each pair is deprecated.
 SLO_HEADERS: dict[str, tuple[str, ...]] = {
     "slo_tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
@@ -42,27 +37,24 @@ def asked_slos(
     """
     slos: dict[str, Any] = {}
     for field, names in SLO_HEADERS.items():
-        slos[field] = getattr(body, field)
-        header = next(((name, headers[name]) for name in names if name in headers), None)
-        if slos[field] is None and header is not None:
-            name, text = header
-            try:
-                milliseconds = float(text)
-            except ValueError:
-                milliseconds = float("nan")
-            if not 0 < milliseconds < float("inf"):
-                raise InvalidInputError(
-                    f"header {name} must be a positive number of milliseconds, got {text!r}"
-                )
-            slos[field] = milliseconds / 1e3
-        if slos[field] is None:
-            slos[field] = getattr(objective, field)
+        value = getattr(body, field)
+        name = next((name for name in names if name in headers), None)
+        if value is None and name is not None:
+            value = _seconds_of(name, headers[name])
+        slos[field] = getattr(objective, field) if value is None else value
     return slos
 
 
-class PromptInputs(NamedTuple):
-    tokens: list[int]
-    of_images: dict[str, Any] = {}  # noqa: RUF012  arguments of submit for its images; never written to
+def _seconds_of(header: str, text: str) -> float:
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise InvalidInputError(
+            f"header {header} must be a positive number of milliseconds, got {text!r}"
+        )
+    return milliseconds / 1e3
 
 
 def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngine) -> PromptInputs:
@@ -78,57 +70,6 @@ def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngin
             f"prompt has token {max(prompt)}, and the vocabulary has {engine.vocab_size} tokens"
         )
     return PromptInputs(prompt)
-
-
-def chat_prompt(
-    messages: list[Message],
-    engine: ServedEngine,
-    limits: RequestLimits,
-    templates: ChatTemplates,
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    tools: list[dict[str, Any]] | None = None,
-    template_kwargs: dict[str, Any] | None = None,
-    reasoning_effort: str | None = None,
-) -> PromptInputs:
-    """Return the prompt that the tokenizer's chat template, or with images the processor's, makes
-    of messages.
-
-    Raises:
-        InvalidInputError: there is no template, it refuses the messages, or images are too large.
-    """
-    has_images = any(message.num_images for message in messages)
-    if has_images and engine.processor is None:
-        raise InvalidInputError("messages: this server takes no images (image_url); send text only")
-    processor: Any = engine.processor if has_images else engine.tokenizer
-    if getattr(processor, "chat_template", None) is None:
-        raise InvalidInputError(
-            "the model has no chat template; use /v1/completions, or start with --chat-template"
-        )
-    as_tensors = {"return_tensors": "pt"} if has_images else {}
-    variables = dict(template_kwargs or {})
-    if reasoning_effort is not None and EFFORT in template_variables(processor):
-        variables.setdefault(EFFORT, reasoning_effort)
-    budget = ImageBudget(
-        lambda number: limits.check("pixels", number, "messages", "pixels of all images")
-    )
-    template_messages = [message.for_template(budget) for message in messages]
-    try:
-        encoded = templates.apply(
-            processor, template_messages, variables, tools=tools,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message, return_dict=True, tokenize=True, **as_tensors,
-        )  # fmt: skip
-    except REFUSALS as error:
-        if isinstance(error, InvalidInputError):  # it says already what is wrong
-            raise
-        raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
-    tensors = tensors_of_one(encoded) if has_images else {}
-    ids = tensors.pop("inputs")[0].tolist() if has_images else encoded["input_ids"]
-    if not ids:
-        raise InvalidInputError("messages: the chat template made no tokens of them; send a text")
-    return PromptInputs(ids, tensors)
 
 
 def order_of(
@@ -169,23 +110,13 @@ def order_of(
         "sequence_bias": {(token,): bias for token, bias in (body.logit_bias or {}).items()}
         or None,
         "repetition_penalty": body.repetition_penalty,
-        "logprobs": num_top_logprobs(body),
+        "logprobs": body.num_top_logprobs,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
     if body.presence_penalty or body.frequency_penalty:
         penalties = OccurrencePenalties(len(prompt), body.presence_penalty, body.frequency_penalty)
         arguments["logits_processor"] = [penalties]
     return Order(prompt, arguments, body.json_schema)
-
-
-def num_top_logprobs(body: SamplingBody) -> int | None:
-    """Return the number of top log probabilities besides the token's own; None: no log
-    probabilities.
-    """
-    if isinstance(body, ChatBody):
-        return (body.top_logprobs or 0) if body.logprobs else None
-    assert isinstance(body, CompletionBody)
-    return body.logprobs
 
 
 def end_tokens(body: SamplingBody, generation_config: Any) -> list[int]:
@@ -215,14 +146,8 @@ def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
 
 
 def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
-    requested = body.max_tokens
-    default = DEFAULT_MAX_TOKENS
-    if isinstance(body, ChatBody):
-        default = DEFAULT_CHAT_TOKENS
-        if body.max_completion_tokens is not None:
-            requested = body.max_completion_tokens
     room = engine.max_len - prompt_len
-    needed = requested or 1
+    needed = body.max_tokens or 1
     if needed > room:
         raise ContextOverflowError.of_tokens(body.prompt_field, engine.max_len, prompt_len, needed)
-    return min(default, room) if requested is None else requested
+    return min(body.default_max_tokens, room) if body.max_tokens is None else body.max_tokens

@@ -5,6 +5,7 @@ form.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import re
 import reprlib
@@ -33,7 +34,8 @@ from hf_slospec.errors import (
 )
 from hf_slospec.server.access import ServerSettings, Tenant
 from hf_slospec.server.answers import error_body
-from hf_slospec.server.bodies import ForeignBody, SamplingBody
+from hf_slospec.server.bodies import SamplingBody
+from hf_slospec.server.chats import ForeignBody
 from hf_slospec.server.engine import ServedEngine
 from hf_slospec.server.limits import CONTEXT_CODE, ContextOverflowError, LimitError
 from hf_slospec.server.options import Objective
@@ -107,7 +109,7 @@ class RequestReader:
         header = (
             request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
         )
-        request.state.tenant = self.settings.tenant(header, self.settings.secret)
+        request.state.tenant = self.settings.tenant(header)
         if request.state.tenant is None:
             raise Fault(
                 401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key",
@@ -199,6 +201,26 @@ class RequestReader:
         """Return what a function returns in the thread pool, which clients share fairly."""
         return await self.engine.work.run(request.state.client, function, *arguments)
 
+    def with_body(
+        self, kind: type[BaseModel], endpoint: Callable[..., Any]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that reads the body and is cancelled when the client disconnects.
+
+        Args:
+            endpoint: gets the request and the body; if it is no coroutine function, only the body,
+                in the thread pool.
+        """
+
+        async def answer(request: Request) -> Response:
+            body = await self.read(request, kind)
+            if inspect.iscoroutinefunction(endpoint):
+                answering = endpoint(request, body)
+            else:
+                answering = self.in_pool(request, endpoint, body)
+            return await while_connected(request.receive, answering)
+
+        return answer
+
     def with_faults(
         self, endpoint: Callable[..., Awaitable[Response]]
     ) -> Callable[..., Awaitable[Response]]:
@@ -223,21 +245,15 @@ class RequestReader:
 
 
 def _of_likeliest_types(faults: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Return faults with the paths of their fields; of types that a value may have, those that it
-    is most like.
+    """Return faults with the paths of their fields; of each field's, the deepest ones: those of the
+    type that the value is most like.
     """
-    shown = list[tuple[ErrorDetails, bool]]()
+    shown = [ErrorDetails(**(fault | {"loc": _fields(fault)})) for fault in faults]
     deepest = dict[tuple[int | str, ...], int]()
-    for fault in faults:
-        path = _fields(fault)
-        if is_of_a_type := path != fault["loc"]:
-            deepest[path[:1]] = max(deepest.get(path[:1], 0), len(path))
-        shown.append((ErrorDetails(**(fault | {"loc": path})), is_of_a_type))
-    return [
-        fault
-        for fault, of_type in shown
-        if not of_type or len(fault["loc"]) == deepest[fault["loc"][:1]]
-    ]
+    for fault in shown:
+        path = fault["loc"]
+        deepest[path[:1]] = max(deepest.get(path[:1], 0), len(path))
+    return [fault for fault in shown if len(fault["loc"]) == deepest[fault["loc"][:1]]]
 
 
 def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:

@@ -1,27 +1,18 @@
-"""OpenAI's Responses API: its bodies, translated into chats, and its answers and events. Nothing is
-stored.
-"""
+"""OpenAI's Responses API: its bodies, translated into chats. Nothing is stored."""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
-from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
-from hf_slospec.server.choices import Choice, Piece
-from hf_slospec.server.image_urls import check_data_url
+from hf_slospec.server.answers import Answer
+from hf_slospec.server.bodies import ClosedModel, CommonBody
+from hf_slospec.server.chats import ChatBody, ForeignBody, check_data_url, function_tool, parts_of
+from hf_slospec.server.response_events import ResponseAnswer
 
-# Types of parts, and of their events, by kind of block.
-TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
 LOGPROBS = "message.output_text.logprobs"
-ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
 
 class InputText(ClosedModel):
@@ -50,10 +41,6 @@ InputParts = Annotated[
 ]
 
 
-def _parts(content: str | list[InputText | InputImage]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [each.part for each in content]
-
-
 class _Item(ClosedModel):
     id: str | None = None  # ignored, as is the status: nothing is stored
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -68,7 +55,7 @@ class MessageItem(_Item):
 
     @property
     def message(self) -> dict[str, Any]:
-        return {"role": self.role, "content": _parts(self.content)}
+        return {"role": self.role, "content": parts_of(self.content)}
 
 
 class CallItem(_Item):
@@ -79,11 +66,8 @@ class CallItem(_Item):
 
     @property
     def message(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {
-            "role": "assistant",
-            "tool_calls": [{"id": self.call_id, "type": "function", "function": function}],
-        }
+        call = function_tool(name=self.name, arguments=self.arguments)
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id} | call]}
 
 
 class OutputItem(_Item):
@@ -93,7 +77,7 @@ class OutputItem(_Item):
 
     @property
     def message(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": _parts(self.output)}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": parts_of(self.output)}
 
 
 class ReasoningText(ClosedModel):
@@ -145,7 +129,7 @@ class NamedFunction(ClosedModel):
     @property
     def of_chat(self) -> dict[str, Any]:
         """Return it as a tool of a chat's ``tool_choice``."""
-        return {"type": "function", "function": {"name": self.name}}
+        return function_tool(name=self.name)
 
 
 class AllowedFunctions(ClosedModel):
@@ -240,23 +224,17 @@ class ResponsesBody(CommonBody, ForeignBody):
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
         if self.tools or self.tool_choice != "auto":
-            functions = [
-                tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools
+            fields["tools"] = [
+                function_tool(**tool.model_dump(exclude={"type"}, exclude_none=True))
+                for tool in self.tools
             ]
-            fields["tools"] = [{"type": "function", "function": function} for function in functions]
             fields["tool_choice"] = self._tool_choice()
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.response_format
-        if self.reasoning is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
         return InputChat.model_validate(fields)
-
-    @property
-    def overflow_note(self) -> str:
-        is_auto = self.truncation == "auto"
-        return " This server drops no items from the input (truncation)." if is_auto else ""
 
     def answer(self, form: Answer) -> ResponseAnswer:
         return ResponseAnswer(self, form)
@@ -296,155 +274,3 @@ class ResponsesBody(CommonBody, ForeignBody):
             else:
                 last["content"] = message["content"]
         return messages
-
-
-class ResponseAnswer(BlockAnswer):
-    def __init__(self, body: ResponsesBody, chat: Answer):
-        super().__init__(chat.model, f"resp_{uuid.uuid4().hex}")
-        self._request = body
-        self._created_s = int(time.time())
-        self._number = 0
-        self._chat = chat
-        self.wants_logprobs = chat.wants_logprobs
-        self._logprobs = list[dict[str, Any]]()  # of the last text
-        self._num_sent = 0  # of these, that events have sent
-
-    def begin(self, choices: Sequence[Choice]) -> str:
-        response = self._response("in_progress")
-        return "".join(
-            named_event(self._numbered(f"response.{kind}", response=response))
-            for kind in ("created", "in_progress")
-        )
-
-    def end(self, choices: Sequence[Choice]) -> str:
-        response = self.body(choices)
-        return named_event(self._numbered(f"response.{response['status']}", response=response))
-
-    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
-        message, code = (
-            error["error"]["message"],
-            ERROR_CODES.get(error["error"]["type"], "server_error"),
-        )
-        response = self._response("failed") | {"error": {"code": code, "message": message}}
-        return named_event(self._numbered("response.failed", response=response))
-
-    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
-        if self.wants_logprobs:
-            added = self._chat.token_logprobs(piece)
-            if (
-                piece.parts.reasoning or piece.parts.tool_calls
-            ):  # leave out the tokens before those of the text
-                lengths = accumulate(len(each["token"]) for each in reversed(added))
-                num_text = sum(length <= len(piece.parts.content) for length in lengths)
-                added = added[len(added) - num_text :]
-            self._logprobs += added
-        return super().chunk(piece, choices, is_first)
-
-    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        usage = whole_usage(choices)
-        response = self._response("incomplete" if self._is_cut else "completed")
-        if self._is_cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        response["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-            "metrics": usage["metrics"],
-        }
-        return response
-
-    @property
-    def _is_cut(self) -> bool:
-        return self.finish_reason == "length"
-
-    def _response(self, status: str) -> dict[str, Any]:
-        request = self._request
-        dumped = request.model_dump(
-            by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"}
-        )
-        return {
-            "id": self.id, "object": "response", "created_at": self._created_s, "model": self.model,
-            "status": status, "error": None, "incomplete_details": None, "output": list(self.blocks),
-            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
-            "tools": dumped["tools"], "tool_choice": dumped["tool_choice"],
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "text": {"format": {"type": "text"}} | dumped.get("text", {}),
-            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
-            "temperature": request.temperature, "top_p": request.top_p, "metadata": request.metadata or {},
-            "user": request.user, "store": False, "previous_response_id": None, "background": False,
-            "truncation": request.truncation or "disabled", "top_logprobs": request.top_logprobs or 0, "usage": None,
-        }  # fmt: skip
-
-    def _numbered(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1} | fields
-
-    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        index = len(self.blocks) - 1
-        return self._numbered(kind, item_id=self.blocks[index]["id"], output_index=index, **fields)
-
-    def _of_part(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event of the last item's only part."""
-        return self._of_item(kind, content_index=0, **fields)
-
-    def _added_item(self, item: dict[str, Any]) -> dict[str, Any]:
-        self.blocks.append(item)
-        return self._numbered(
-            "response.output_item.added", output_index=len(self.blocks) - 1, item=item
-        )
-
-    def _done_item(self, **fields: Any) -> dict[str, Any]:
-        self.blocks[-1] |= fields
-        return self._numbered(
-            "response.output_item.done", output_index=len(self.blocks) - 1, item=self.blocks[-1]
-        )
-
-    def opened(self, kind: str) -> Events:
-        if kind == "reasoning":
-            item = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": []}
-        else:
-            item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-        yield self._added_item(item | {"status": "in_progress", "content": []})
-        self._text = ""
-        yield self._of_part("response.content_part.added", part=self._part(kind, is_empty=True))
-
-    def extended(self, kind: str, text: str) -> Events:
-        self._text += text
-        fields: dict[str, Any] = {}
-        if kind == "text":
-            fields["logprobs"], self._num_sent = (
-                self._logprobs[self._num_sent :],
-                len(self._logprobs),
-            )
-        yield self._of_part(f"response.{TEXTS[kind]}.delta", delta=text, **fields)
-
-    def closed(self, kind: str) -> Events:
-        part = self._part(kind)
-        fields = {"logprobs": part["logprobs"]} if kind == "text" else {}
-        yield self._of_part(f"response.{TEXTS[kind]}.done", text=self._text, **fields)
-        yield self._of_part("response.content_part.done", part=part)
-        yield self._done_item(status="incomplete" if self._is_cut else "completed", content=[part])
-        if kind == "text":
-            self._logprobs = []
-            self._num_sent = 0
-
-    def called(self, id: str, name: str, arguments: str) -> Events:
-        item = {
-            "id": f"fc_{uuid.uuid4().hex}",
-            "type": "function_call",
-            "call_id": id,
-            "name": name,
-        }
-        yield self._added_item(item | {"arguments": "", "status": "in_progress"})
-        yield self._of_item("response.function_call_arguments.delta", delta=arguments)
-        yield self._of_item("response.function_call_arguments.done", name=name, arguments=arguments)
-        yield self._done_item(status="completed", arguments=arguments)
-
-    def _part(self, kind: str, is_empty: bool = False) -> dict[str, Any]:
-        """Return the only part of the last item, with the text so far."""
-        part: dict[str, Any] = {"type": TEXTS[kind], "text": "" if is_empty else self._text}
-        if kind == "text":  # reasoning has no log probabilities
-            part |= {"annotations": [], "logprobs": [] if is_empty else self._logprobs}
-        return part

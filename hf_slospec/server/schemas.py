@@ -61,7 +61,7 @@ class SchemaCheck:
         """Return why a schema cannot be compiled; an empty text if it can."""
         seconds = self.limits.schema_s
         memory = self.limits.schema_memory_bytes
-        given = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
+        job = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
         # Not asyncio's: uvloop runs Python between fork and exec, which crashes where gRPC or
         # others have threads.
         process = subprocess.Popen(
@@ -74,7 +74,7 @@ class SchemaCheck:
             # Shielded, so that the process is waited for even if its client leaves before a thread
             # begins to.
             fault = await asyncio.shield(
-                loop.run_in_executor(None, _outcome, process, given, timeout_s)
+                loop.run_in_executor(None, _outcome, process, job, timeout_s)
             )
         finally:
             # If it still runs because the client left; the thread above then returns
@@ -88,10 +88,10 @@ class SchemaCheck:
         return fault.decode(errors="replace")
 
 
-def _outcome(process: subprocess.Popen[bytes], given: bytes, timeout_s: float) -> bytes:
+def _outcome(process: subprocess.Popen[bytes], job: bytes, timeout_s: float) -> bytes:
     """Return what a process writes, which is killed after a while."""
     try:
-        return process.communicate(given, timeout_s)[0]
+        return process.communicate(job, timeout_s)[0]
     except subprocess.TimeoutExpired:
         process.kill()
         return process.communicate()[0]

@@ -19,7 +19,7 @@ from hf_slospec.server.app import make_app
 from hf_slospec.server.connections import ImpatientProtocol, SignalledServer
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.loading import load_generator, size_and_place
-from hf_slospec.server.options import ServeOptions
+from hf_slospec.server.options import ServeOptions, ServerOptions
 
 DRAIN_S = 30  # seconds for requests to finish after the first signal
 # Switch interval of Python's threads; the default of 5 ms delays every chunk by as much
@@ -61,8 +61,6 @@ def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:
     to try.
     """
     speculator = generator.decoder.speculator
-    name = options.name
-    is_guarded = bool(options.api_keys)
     step_s = float(speculator.costs.verify_s(1, 1, 0))
     method = generator.draft_method
     drafts = method.kind
@@ -70,35 +68,36 @@ def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:
         drafts += f", {sum(tensor.numel() for tensor in method.model.parameters()) / 1e6:.1f} M parameters"
     url = f"http://{options.host}:{options.port}/v1"
     is_chat = getattr(generator.tokenizer, "chat_template", None) is not None
-    is_embedded = options.target is None
     slo_s = max(round(2 * step_s, 3), 0.001)
     lines = [
-        f"model    {name}: {size_and_place(generator.model)}",
+        f"model    {options.name}: {size_and_place(generator.model)}",
         f"drafter  {drafts}",
-        f"address  {url}" + (" (API key required)" if is_guarded else ""),
+        f"address  {url}" + (" (API key required)" if options.api_keys else ""),
         f"speed    about {1e3 * step_s:.3g} ms per token for one request without drafts, less where drafts fit",
-        *requests_to_try(url, name, is_chat, is_embedded, slo_s, is_guarded),
+        *requests_to_try(options, url, is_chat, slo_s),
     ]
     return "\n".join(lines)
 
 
 def requests_to_try(
-    url: str, name: str, is_chat: bool, is_embedded: bool, slo_s: float, is_guarded: bool
+    options: ServerOptions, url: str, is_chat: bool, slo_s: float
 ) -> tuple[str, str]:
     """Return a request for curl and for OpenAI's client: of a chat, if the model has a chat
     template.
     """
-    prompt = CHAT_PROMPT if is_chat else EMBEDDED_PROMPT if is_embedded else BASE_PROMPT
-    inputs: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-    )
-    body = {"model": name, **inputs, "max_tokens": 64}
-    path = "chat/completions" if is_chat else "completions"
-    auth = ' -H "Authorization: Bearer $KEY"' if is_guarded else ""
+    body: dict[str, Any] = {"model": options.name}
+    if is_chat:
+        path = "chat/completions"
+        body["messages"] = [{"role": "user", "content": CHAT_PROMPT}]
+    else:
+        path = "completions"
+        body["prompt"] = EMBEDDED_PROMPT if options.target is None else BASE_PROMPT
+    body["max_tokens"] = 64
+    auth = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
     arguments = ", ".join(f"{field}={value!r}" for field, value in body.items())
     return (
         f"curl     curl {url}/{path} -H 'Content-Type: application/json'{auth} "
         f"-d {shlex.quote(json.dumps(body | {'slo_tpot': slo_s}))}",
-        f"Python   OpenAI(base_url={url!r}, api_key={'$KEY' if is_guarded else 'none'!r})."
+        f"Python   OpenAI(base_url={url!r}, api_key={'$KEY' if options.api_keys else 'none'!r})."
         f"{path.replace('/', '.')}.create({arguments}, extra_body={{'slo_tpot': {slo_s}}})",
     )

@@ -58,6 +58,6 @@ def load_tiny_drafter(kind: str, target: LlamaForCausalLM) -> DraftMethod:
 
 
 def tiny_prompts() -> list[str]:
-    """Return prompts: lines of standard-library modules that the embedded pair was not trained on."""
+    """Return lines of standard-library modules that the embedded pair was not trained on."""
     prompts: list[str] = json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
     return prompts

@@ -55,7 +55,8 @@ def _mtp(target: PreTrainedModel) -> MtpHead:
         head.norm.load_state_dict(decoder.norm.state_dict())
     except (AttributeError, TypeError, RuntimeError) as error:
         raise UnsupportedModelError(
-            f"--kind mtp cannot use the layers of {type(target).__name__}: {error}; give --kind eagle3"
+            f"--kind mtp cannot use the layers of {type(target).__name__}: {error}; give --kind "
+            "eagle3"
         ) from error
     return head
 
@@ -83,9 +84,8 @@ def _reading_layers(
     if options.kind == "dspark":
         head = DSparkHead(_config_of_block(options, target, layers, own_vocab, counts), *shared)
     else:
-        head = Eagle3Head(
-            _config_of_layer(target), Eagle3Settings(layers, size, own_vocab), *shared
-        )
+        config = LlamaConfig(num_hidden_layers=1, **_sizes(target))
+        head = Eagle3Head(config, Eagle3Settings(layers, size, own_vocab), *shared)
     with torch.no_grad():
         if is_reduced:
             frequent = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values
@@ -97,17 +97,13 @@ def _reading_layers(
             head.norm.weight.copy_(
                 norm(torch.ones(1, size, dtype=target.dtype, device=input_device(target)))[0]
             )
-        # Random layers shall not be sure of anything: their logits begin with a standard deviation
-        # of 1.
+        # Scale the final norm so that the logits of the random layers start with a standard
+        # deviation of 1.
         head.norm.weight.div_(
             (head.lm_head.weight.to(head.norm.weight) * head.norm.weight).norm(dim=-1).mean()
         )
     read: Eagle3Head | DSparkHead = head
     return read
-
-
-def _config_of_layer(target: PreTrainedModel) -> LlamaConfig:
-    return LlamaConfig(num_hidden_layers=1, **_sizes(target))
 
 
 def _config_of_block(
@@ -117,7 +113,7 @@ def _config_of_block(
     draft_vocab: int,
     counts: torch.Tensor,
 ) -> Qwen3Config:
-    own: dict[str, Any] = dict(
+    block: dict[str, Any] = dict(
         num_hidden_layers=BLOCK_LAYERS,
         block_size=options.levels,
         mask_token_id=len(counts)
@@ -132,26 +128,26 @@ def _config_of_block(
         enable_confidence_head=True,
         confidence_head_with_markov=True,
     )
-    return Qwen3Config(**own, **_sizes(target))
+    return Qwen3Config(**block, **_sizes(target))
 
 
 def _sizes(target: PreTrainedModel) -> dict[str, Any]:
     """Return the config of a layer of the target's size; fields that the target lacks are Llama's
     defaults.
     """
-    own: Any = target.config.get_text_config(decoder=True)
-    rope = getattr(own, "rope_parameters", None) or {}
+    config: Any = target.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
     size = hidden_size_of(target)
-    num_heads = own.num_attention_heads
+    num_heads = config.num_attention_heads
     return dict(
         vocab_size=vocab_size(target),
         hidden_size=size,
-        intermediate_size=getattr(own, "intermediate_size", None) or 4 * size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * size,
         num_attention_heads=num_heads,
-        num_key_value_heads=getattr(own, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(own, "head_dim", None) or size // num_heads,
-        max_position_embeddings=getattr(own, "max_position_embeddings", None) or 2048,
-        rms_norm_eps=getattr(own, "rms_norm_eps", None) or 1e-6,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or size // num_heads,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         rope_parameters=rope
         if rope.get("rope_type") in ("default", *ROPE_INIT_FUNCTIONS)
         else None,
@@ -207,9 +203,9 @@ def _speculators_config(
 ) -> dict[str, Any]:
     proposals = {"proposal_type": "greedy", "speculative_tokens": options.levels}
     if isinstance(head, DSparkHead):
-        own = {name: layer.pop(name) for name in BLOCK_SETTINGS if name in layer}
+        settings = {name: layer.pop(name) for name in BLOCK_SETTINGS if name in layer}
     else:
-        own = {
+        settings = {
             "draft_vocab_size": head.settings.draft_vocab_size,
             "eagle_aux_hidden_state_layer_ids": list(head.feature_layers),
             "norm_before_residual": False,  # vLLM's default is True
@@ -229,16 +225,15 @@ def _speculators_config(
             },
         },
         "transformer_layer_config": layer,
-        **own,
+        **settings,
         "tie_word_embeddings": False,
         "dtype": layer["dtype"],
     }
 
 
 def _sglang_config(head: Any, layer: dict[str, Any]) -> dict[str, Any]:
-    layers = [
-        layer - 1 for layer in head.feature_layers
-    ]  # layers by number, whose outputs are read
+    # Layers by number, whose outputs are read
+    layers = [layer - 1 for layer in head.feature_layers]
     return layer | {
         "architectures": ["LlamaForCausalLMEagle3"],
         # Without one, SGLang takes the target's output layer.

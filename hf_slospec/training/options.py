@@ -11,13 +11,14 @@ from pydantic import Field, model_validator
 
 from hf_slospec.errors import InputModel, InvalidInputError
 
+# Without effect on the drafter; files count by their content
 WITHOUT_EFFECT = {
     "out",
     "data",
     "exclude",
     "minutes",
     "features_gb",
-}  # on the drafter; files count by their content
+}
 
 
 class TrainingOptions(InputModel):
@@ -29,23 +30,25 @@ class TrainingOptions(InputModel):
 
     kind: Literal["eagle3", "dspark", "mtp"] = Field(
         "eagle3",
-        description="eagle3: an EAGLE-3 head. dspark: a DSpark head, which drafts a block of --levels tokens in one "
-        "forward. mtp: a multi-token prediction layer, of the target's own layer class.",
+        description="eagle3: an EAGLE-3 head. dspark: a DSpark head, which drafts a block of "
+        "--levels tokens in one forward. mtp: a multi-token prediction layer, of the target's own "
+        "layer class.",
     )
     out: Path = Field(
         Path("drafter"),
-        description="Folder of the drafter; its subfolder training has texts and checkpoints, from which the same "
-        "command goes on.",
+        description="Folder of the drafter; its subfolder training has texts and checkpoints, "
+        "from which the same command goes on.",
     )
     data: Path | None = Field(
         None,
-        description="Texts to train on: conversations in a .jsonl file (messages, conversations or turns in each "
-        "line), or plain text in any other. The target also answers and continues them itself. Default: texts that "
-        "the target writes, the user's turns as well.",
+        description="Texts to train on: conversations in a .jsonl file (messages, conversations "
+        "or turns in each line), or plain text in any other. The target also answers and "
+        "continues them itself. Default: texts that the target writes, the user's turns as well.",
     )
     exclude: tuple[Path, ...] = Field(
         (),
-        description="A .jsonl file of conversations, such as a benchmark's, whose turns no text may hold; repeatable.",
+        description="A .jsonl file of conversations, such as a benchmark's, whose turns no text "
+        "may hold; repeatable.",
     )
     texts: int = Field(2000, ge=1, description="Number of texts.")
     seq_len: int = Field(512, ge=96, description="Maximum tokens of a text.")
@@ -53,20 +56,22 @@ class TrainingOptions(InputModel):
     write_batch: int = Field(
         16,
         ge=1,
-        description="Texts that the target writes at once, of which the first are held out; more are faster on a GPU.",
+        description="Texts that the target writes at once, of which the first are held out; more "
+        "are faster on a GPU.",
     )
     steps: int = Field(1000, ge=1, description="Training steps, at most.")
     levels: int = Field(5, ge=1, le=16, description="Levels of drafting that are trained.")
     draft_vocab: int | None = Field(
         None,
         ge=0,
-        description="eagle3 and dspark: number of tokens that it can draft, the most frequent ones of the texts, with "
-        "an output layer of its own. 0: all, by the target's output layer. Default: a quarter of the target's.",
+        description="eagle3 and dspark: number of tokens that it can draft, the most frequent "
+        "ones of the texts, with an output layer of its own. 0: all, by the target's output "
+        "layer. Default: a quarter of the target's.",
     )
     layout: Literal["speculators", "sglang"] = Field(
         "speculators",
-        description="eagle3: speculators is read by vLLM, too; sglang has the names of SpecForge and SGLang. "
-        "hf_slospec reads both.",
+        description="eagle3: speculators is read by vLLM, too; sglang has the names of SpecForge "
+        "and SGLang. hf_slospec reads both.",
     )
     eval_every: int = Field(
         50, ge=1, description="Steps between evaluations on held-out texts, and checkpoints."
@@ -78,8 +83,8 @@ class TrainingOptions(InputModel):
         0.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="Keep the target's hidden states in up to so many GB on disk, for later epochs. 0: compute them "
-        "in every epoch.",
+        description="Keep the target's hidden states in up to so many GB on disk, for later "
+        "epochs. 0: compute them in every epoch.",
     )
     minutes: float | None = Field(
         None,
@@ -93,7 +98,8 @@ class TrainingOptions(InputModel):
     def _fit_together(self) -> TrainingOptions:
         if self.kind == "mtp" and self.draft_vocab is not None:
             raise InvalidInputError(
-                "--draft-vocab is for --kind eagle3 and dspark; an MTP layer has the target's output layer"
+                "--draft-vocab is for --kind eagle3 and dspark; an MTP layer has the target's "
+                "output layer"
             )
         if self.kind != "eagle3" and self.layout != "speculators":
             raise InvalidInputError(f"--layout {self.layout} is for --kind eagle3; leave it out")

@@ -37,11 +37,12 @@ from hf_slospec.training.texts import (
 )
 from hf_slospec.training.unrolling import STRIDE, loss_of, tokens_per_step
 
+# Powers 1, 3 and 5 in the iteration that makes singular values equal
 COEFFICIENTS = (
     3.4445,
     -4.7750,
     2.0315,
-)  # powers 1, 3 and 5 in the iteration that makes singular values equal
+)
 NUM_ITERATIONS = 5
 EPS = 1e-7
 
@@ -175,7 +176,8 @@ def train_drafter(
         return None
     held_out, training = texts
     show(
-        f"{len(training)} texts of {sum(len(text.ids) for text in training)} tokens, {len(held_out)} held out"
+        f"{len(training)} texts of {sum(len(text.ids) for text in training)} tokens, "
+        f"{len(held_out)} held out"
     )
     counts = torch.bincount(
         torch.tensor([token for text in training for token in text.ids]),
@@ -208,21 +210,21 @@ def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> N
                 )
             folder.mkdir(parents=True)
             path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        before = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             f"--out {out} cannot be used: {error}; give another folder"
         ) from error
     names = {"files": "the content of --data or --exclude", "target": "the target (its weights)"}
     changed = [
-        names.get(name) or f"--{name.replace('_', '-')} ({before.get(name)} and not {value})"
+        names.get(name) or f"--{name.replace('_', '-')} ({saved.get(name)} and not {value})"
         for name, value in settings.items()
-        if before.get(name) != value
+        if saved.get(name) != value
     ]
     if changed:
         raise InvalidInputError(
-            f"{out} holds a training with other settings: {', '.join(changed)}; give the same ones to go on, or "
-            "another --out"
+            f"{out} holds a training with other settings: {', '.join(changed)}; give the same "
+            "ones to go on, or another --out"
         )
 
 
@@ -258,18 +260,15 @@ class Trainer:
         )
         self.batch_of = batches(options.seed, [len(text.ids) for text in training], options.batch)
         module = own_modules(head, target)
-        named = list(module.named_parameters())
-        is_matrix = [
-            parameter.ndim == 2 and min(parameter.shape) > 1 and not name.startswith(PER_TOKEN)
-            for name, parameter in named
-        ]
-        matrices = [parameter for (_, parameter), own in zip(named, is_matrix, strict=True) if own]
-        others = [
-            parameter for (_, parameter), own in zip(named, is_matrix, strict=True) if not own
-        ]
+        matrices: list[torch.nn.Parameter] = []
+        vectors: list[torch.nn.Parameter] = []
+        for name, parameter in module.named_parameters():
+            is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+            is_muons = is_matrix and not name.startswith(PER_TOKEN)
+            (matrices if is_muons else vectors).append(parameter)
         optimizers = (
             Muon(matrices, lr=MATRICES_RATE, weight_decay=0.01, momentum=0.95),
-            torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(vectors, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),
         )
         warm_up = int(WARM_UP * options.steps)
         decay = int(DECAY * options.steps)
@@ -375,13 +374,13 @@ class Trainer:
         """Write a checkpoint, then delete older ones; an interruption leaves one that is whole."""
         name = self.folder / f"{CHECKPOINT}{self.progress.step:08d}"
         partial = self.folder / "partial"
-        if name in (before := self._checkpoints()):
+        if name in (older := self._checkpoints()):
             return
         shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.save_state(str(partial))
         (partial / PROGRESS).write_text(json.dumps(asdict(self.progress)), encoding="utf-8")
         partial.rename(name)
-        for folder in before:
+        for folder in older:
             shutil.rmtree(folder)
 
     def _resume(self) -> None:

@@ -25,8 +25,8 @@ KEPT_DTYPE = torch.bfloat16  # Dtype of hidden states on a disk.
 
 
 class Teacher:
-    """Gives texts to a head, with the target's hidden states that it reads and the probabilities
-    that it learns.
+    """Provides batches of texts with the target's hidden states that a head reads and the
+    probabilities that it learns.
 
     The states of the first texts are kept on a disk, as many as fit into the limit. They are
     computed for each text alone, so that they do not depend on whether a run was interrupted.
@@ -81,7 +81,8 @@ class Teacher:
             )
             if missing > (free := shutil.disk_usage(folder).free):
                 raise InvalidInputError(
-                    f"--features-gb {limit_gb:g} needs {missing / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} "
+                    f"--features-gb {limit_gb:g} needs {missing / 1e9:.1f} GB more, and {folder} "
+                    f"has {free / 1e9:.1f} "
                     "GB of room; give less, or another --out"
                 )
             kept = torch.from_file(str(path), shared=True, size=num_values, dtype=KEPT_DTYPE)
@@ -149,11 +150,11 @@ class Teacher:
         expected = (
             self.target(input_ids=ids.to(self.device), use_cache=False).logits[..., rows].float()
         )
-        found = self._logits(self._computed(ids)[..., -hidden_size_of(self.target) :]).float()
-        if found.shape != expected.shape or not torch.allclose(
-            found, expected, rtol=0.05, atol=0.05
+        computed = self._logits(self._computed(ids)[..., -hidden_size_of(self.target) :]).float()
+        if computed.shape != expected.shape or not torch.allclose(
+            computed, expected, rtol=0.05, atol=0.05
         ):
             raise UnsupportedModelError(
-                f"the logits of {type(self.target).__name__} are not those of its last hidden state by its output "
-                "layer, which training needs; give another target"
+                f"the logits of {type(self.target).__name__} are not those of its last hidden "
+                "state by its output layer, which training needs; give another target"
             )

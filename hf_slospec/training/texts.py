@@ -50,9 +50,8 @@ class Item(NamedTuple):
 class Source(NamedTuple):
     """Prompts of texts."""
 
-    items: Callable[
-        [int, int], list[Item]
-    ]  # takes the batch's number and a seed; batch 0 is held out
+    # Takes the batch's number and a seed; batch 0 is held out
+    items: Callable[[int, int], list[Item]]
     modes: tuple[str, ...]  # Modes of the batches, in turn; batch 0 is greedy.
 
 
@@ -62,32 +61,32 @@ Write = Callable[[Sequence[list[int]], int, bool, int], list[list[int]]]
 
 
 def shuffled(seed: int, number: int) -> Callable[[int], int]:
-    """Return a function from the place in an endless sequence to an index: one random order of all
-    after another.
+    """Return a function from a position in an endless sequence to an index; each pass over all
+    indices has a random order of its own.
     """
 
     @functools.cache
     def order(epoch: int) -> list[int]:
         return random.Random(f"{seed} {epoch}").sample(range(number), number)
 
-    return lambda place: order(place // number)[place % number]
+    return lambda position: order(position // number)[position % number]
 
 
 def batches(seed: int, lengths: Sequence[int], size: int) -> Callable[[int], list[int]]:
-    """Return a function from the training step to the indices of its texts, in one random order of
-    all after another.
+    """Return a function from the training step to the indices of its texts; each epoch has a random
+    order of its own.
 
     Texts of a batch have similar lengths, as shorter ones are padded to the longest.
     """
     width = max(1, min(WINDOW, len(lengths) // size))  # larger windows would hold copies of texts
-    place = shuffled(seed, len(lengths))
-    turn = shuffled(seed, width)
+    text_at = shuffled(seed, len(lengths))
+    batch_at = shuffled(seed, width)
 
     def batch(step: int) -> list[int]:
         begin = step // width * width * size
-        window = sorted(map(place, range(begin, begin + width * size)), key=lengths.__getitem__)
-        own = turn(step) * size
-        return window[own : own + size]
+        window = sorted(map(text_at, range(begin, begin + width * size)), key=lengths.__getitem__)
+        first = batch_at(step) * size
+        return window[first : first + size]
 
     return batch
 
@@ -136,8 +135,10 @@ def collect(
         )
         if not batches[0] or not any(batches[-MAX_EMPTY:]):
             raise InvalidInputError(
-                f"there is hardly a text to train on: they must have at least {MIN_LEN} tokens, {MIN_NEW} of them "
-                f"behind a prompt within --seq-len {options.seq_len}, and hold no turn of --exclude; give other --data"
+                f"there is hardly a text to train on: they must have at least {MIN_LEN} tokens, "
+                f"{MIN_NEW} of them "
+                f"behind a prompt within --seq-len {options.seq_len}, and hold no turn of "
+                "--exclude; give other --data"
             )
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(batches[-1]) + "\n")
@@ -176,17 +177,17 @@ def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int, batch: int) -
     if path.suffix == ".jsonl":
         if getattr(tokenizer, "chat_template", None) is None:
             raise InvalidInputError(
-                f"--data {path} holds conversations, and the target's tokenizer has no chat template; give plain text "
-                "in a file with another ending"
+                f"--data {path} holds conversations, and the target's tokenizer has no chat "
+                "template; give plain text in a file with another ending"
             )
         items = [_item(tokenizer, messages, where) for where, messages in conversations(path)]
     else:
         ids = tokenizer(_read(path))["input_ids"]
         windows = [ids[begin : begin + seq_len] for begin in range(0, len(ids), seq_len)]
         items = [
-            Item(own[:BEGINNING], TrainingText(own, 1))
-            for own in windows
-            if len(own) >= BEGINNING + MIN_NEW
+            Item(window[:BEGINNING], TrainingText(window, 1))
+            for window in windows
+            if len(window) >= BEGINNING + MIN_NEW
         ]
     if len(items) < 2:
         raise InvalidInputError(
@@ -196,10 +197,10 @@ def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int, batch: int) -
     num_held_out = min(batch, max(1, len(items) // 8))
     held_out = items[:num_held_out]
     training = items[num_held_out:]
-    place = shuffled(seed, len(training))
+    text_at = shuffled(seed, len(training))
     return Source(
         lambda number, _: (
-            [training[place((number - 1) * batch + i)] for i in range(batch)]
+            [training[text_at((number - 1) * batch + i)] for i in range(batch)]
             if number
             else held_out
         ),
@@ -224,7 +225,7 @@ def conversations(path: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
 
 
 def _messages(record: Any, where: str) -> list[dict[str, str]]:
-    """Return the messages of a conversation, with roles and contents as chat templates take them."""
+    """Return the messages of a conversation, with roles and contents for chat templates."""
     listed = (
         next((record[key] for key in KEYS if key in record), None)
         if isinstance(record, dict)
@@ -311,8 +312,8 @@ def own_texts(tokenizer: Any, write: Write, batch: int) -> Source:
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if first is None:
             raise InvalidInputError(
-                "the target's tokenizer has no chat template, no bos_token and no eos_token to begin a text with; give "
-                "texts with --data"
+                "the target's tokenizer has no chat template, no bos_token and no eos_token to "
+                "begin a text with; give texts with --data"
             )
 
         def items(_: int, seed: int) -> list[Item]:
@@ -325,12 +326,12 @@ def own_texts(tokenizer: Any, write: Write, batch: int) -> Source:
         return _rendered(tokenizer, [{"role": "user", "content": turn}], True, "without --data")
 
     mark = "hf_slospec-turn"
-    before, _, behind = asking(mark).partition(mark)
+    beginning_text, _, behind = asking(mark).partition(mark)
     if not behind:
         raise InvalidInputError(
             "the target's chat template does not show the user's turn; give texts with --data"
         )
-    beginning = _encoded(tokenizer, before)
+    beginning = _encoded(tokenizer, beginning_text)
 
     def asked_items(_: int, seed: int) -> list[Item]:
         written = write([beginning] * batch, TURN, False, seed)
@@ -347,7 +348,12 @@ def read_excluded(paths: Sequence[Path]) -> list[str]:
     """Return the beginnings of all users' turns in files of conversations; raises as
     :func:`read_data`.
     """
-    messages = [message for path in paths for _, own in conversations(path) for message in own]
+    messages = [
+        message
+        for path in paths
+        for _, conversation in conversations(path)
+        for message in conversation
+    ]
     turns = [_plain(message["content"]) for message in messages if message["role"] == "user"]
     return [turn[:COMPARED] for turn in turns if len(turn) >= MIN_EXCLUDED]
 

@@ -8,8 +8,8 @@ begins at a token of the text and predicts those behind it, each with the text's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,8 @@ class TextBatch(NamedTuple):
     ids: torch.Tensor  # [batch, length] int64
     counts: torch.Tensor  # [batch, length] bool, whether the next token is one to draft
     features: torch.Tensor  # [batch, length, num_features]
-    probs: (
-        torch.Tensor | None
-    )  # [batch, length, draft_vocab] f32, of the next token; None: not known
+    # [batch, length, draft_vocab] f32, of the next token; None: not known
+    probs: torch.Tensor | None
 
 
 class UnrolledLevel(NamedTuple):
@@ -38,9 +37,8 @@ class UnrolledLevel(NamedTuple):
 
     logits: torch.Tensor  # [batch, num_entries, draft_vocab]
     positions: torch.Tensor  # [num_entries] int64, whose next tokens are predicted
-    log_acceptance: torch.Tensor | None = (
-        None  # [batch, num_entries] f32, by a confidence head; None: there is none
-    )
+    # [batch, num_entries] f32, by a confidence head; None: there is none
+    log_acceptance: torch.Tensor | None = None
 
 
 def unrolled(
@@ -110,9 +108,8 @@ def unrolled_blocks(
     length = ids.shape[1] - 1 - levels
     device = ids.device
     cache = DynamicCache()
-    roots = torch.arange(
-        1 + first, 1 + length, stride, device=device
-    )  # tokens with which blocks begin
+    # Tokens with which blocks begin
+    roots = torch.arange(1 + first, 1 + length, stride, device=device)
     tokens = torch.full((len(ids), len(roots), levels), head.mask_token_id, device=device)
     tokens[..., 0] = ids[:, roots]
     context = torch.arange(length, device=device)
@@ -141,6 +138,10 @@ def unrolled_blocks(
         )
 
 
+def _unroll(head: DraftHead | DSparkHead) -> Callable[..., Iterator[UnrolledLevel]]:
+    return unrolled_blocks if isinstance(head, DSparkHead) else unrolled
+
+
 def loss_of(head: DraftHead | DSparkHead, rows: TextBatch, levels: int, first: int) -> torch.Tensor:
     """Return the weighted mean, over levels, of the cross-entropy to the target's distribution.
 
@@ -156,8 +157,7 @@ def loss_of(head: DraftHead | DSparkHead, rows: TextBatch, levels: int, first: i
     assert rows.probs is not None, "texts to train on have probabilities"
     losses = []
     weights = [LEVEL_WEIGHT**level for level in range(levels)]
-    unroll: Any = unrolled_blocks if isinstance(head, DSparkHead) else unrolled
-    for level in unroll(head, rows.ids, rows.features, levels, first, STRIDE):
+    for level in _unroll(head)(head, rows.ids, rows.features, levels, first, STRIDE):
         logits = level.logits.float().flatten(0, 1)
         probs = rows.probs[:, level.positions].flatten(0, 1)
         entropies = F.cross_entropy(logits, probs, reduction="none")
@@ -196,10 +196,14 @@ def tokens_per_step(
     equally often."""
     num_accepted = 0
     num_chains = 0
+    # Blocks that begin at every token are computed in parts, which fit the memory.
+    num_parts = STRIDE if isinstance(head, DSparkHead) else 1
     for rows in batches:
-        for unrolled_levels in _all_chains(head, rows, levels):
+        for first in range(num_parts):
             accepted = begins = None
-            for logits, positions, _ in unrolled_levels:
+            for logits, positions, _ in _unroll(head)(
+                head, rows.ids, rows.features, levels, first, num_parts
+            ):
                 drafted = logits.argmax(-1)
                 if head.target_ids is not None:
                     drafted = head.target_ids[drafted]
@@ -210,16 +214,3 @@ def tokens_per_step(
             assert begins is not None, "at least one level"
             num_chains += int(begins.sum())
     return 1 + num_accepted / max(1, num_chains)
-
-
-def _all_chains(
-    head: DraftHead | DSparkHead, rows: TextBatch, levels: int
-) -> Iterator[Iterator[UnrolledLevel]]:
-    """Yield the levels of chains that together begin at every token; those of blocks in parts that
-    fit the memory.
-    """
-    if isinstance(head, DSparkHead):
-        for first in range(STRIDE):
-            yield unrolled_blocks(head, rows.ids, rows.features, levels, first, STRIDE)
-    else:
-        yield unrolled(head, rows.ids, rows.features, levels)

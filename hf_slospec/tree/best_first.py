@@ -13,9 +13,8 @@ from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 
 # Distinct tokens that may follow a node, and their probabilities in [0, 1], which never rise.
 Candidates = tuple[Sequence[int], Sequence[float]]
-Following = Callable[
-    [int, int, int], Candidates
-]  # depth of a node, its parent's token, its token -> candidates
+# Depth of a node, its parent's token, its token -> candidates.
+Following = Callable[[int, int, int], Candidates]
 
 
 def best_first_tree(
@@ -35,9 +34,8 @@ def best_first_tree(
         max_nodes: maximum number of nodes, root not counted.
     """
     assert tokens.shape == probs.shape and tokens.ndim == 2
-    levels = list(
-        zip(tokens.tolist(), probs.tolist(), strict=True)
-    )  # Python floats are faster to compare than numpy's
+    # Python floats are faster to compare than numpy's.
+    levels = list(zip(tokens.tolist(), probs.tolist(), strict=True))
     return grown_tree(
         -1, root_token, lambda depth, above, token: levels[depth], len(levels), max_nodes
     )

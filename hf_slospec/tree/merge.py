@@ -59,9 +59,8 @@ def merge_trees(
         path_probs[layer[firsts]] = path_probs[above] * best / np.maximum(sibling_sums, 1.0)
 
     names = np.flatnonzero(name_of == np.arange(len(depths)))
-    names = names[
-        np.lexsort((depths[names], -path_probs[names], request_of[names]))
-    ]  # stable: ties stay in order
+    # Stable: ties stay in order.
+    names = names[np.lexsort((depths[names], -path_probs[names], request_of[names]))]
     node_of = np.empty(len(depths), dtype=np.int64)  # node in the merged tree, by name
     ends = np.cumsum(np.bincount(request_of[names]))
     merged = []

@@ -90,9 +90,8 @@ class TokenTree:
         ancestor of i.
         """
         mask = np.eye(self.num_nodes, dtype=np.bool_)
-        for node in range(
-            1, self.num_nodes
-        ):  # parents first, so a parent's mask is complete when it is copied
+        # Parents first, so a parent's mask is complete when it is copied.
+        for node in range(1, self.num_nodes):
             mask[node] |= mask[self.parents[node]]
         return mask
 
@@ -178,9 +177,8 @@ class Forest:
             [num_reachable] int64, nodes of the forest.
         """
         reachable = np.flatnonzero((scores > 0.0) & (self.depths > 0))
-        order = np.lexsort(
-            (self.depths[reachable], -scores[reachable])
-        )  # stable: ties stay in order of tree and node
+        # Stable: ties stay in order of tree and node.
+        order = np.lexsort((self.depths[reachable], -scores[reachable]))
         return reachable[order]
 
     def indices(self, nodes: Sequence[Sequence[int]]) -> IntArray:

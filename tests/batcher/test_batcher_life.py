@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
 import threading
@@ -12,6 +10,7 @@ import time
 import pytest
 
 from hf_slospec.errors import NotRunningError, RequestCancelledError
+from tests.support.served_pair import written
 from tests.support.toys.server import WAIT_S, Server, alone
 
 
@@ -29,7 +28,7 @@ def test_stopping_drains_or_cancels_and_starts_again():
     server.batcher.stop(drain=True, timeout=None)  # does nothing
 
     server.batcher.start()
-    assert server.submit(4).result(WAIT_S).token_ids == alone(4)
+    assert written(server, 4) == alone(4)
     endless = [server.submit(10**6) for _ in range(6)]
     server.batcher.stop(drain=False, timeout=None)
     for handle in endless:
@@ -56,7 +55,7 @@ def test_when_the_engine_dies_every_handle_hears_why_and_it_may_start_again():
     server.toy.error = None
     server.toy.cached.clear()
     server.batcher.start()
-    assert server.submit(4).result(WAIT_S).token_ids == alone(4)
+    assert written(server, 4) == alone(4)
     server.batcher.stop(drain=True, timeout=None)
 
 
@@ -66,31 +65,6 @@ def test_an_idle_batcher_takes_no_time(server):
     begun_s = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - begun_s < 0.1
-
-
-def test_a_forked_child_is_told_so_and_may_start_its_own(server):
-    server.toy.gate.clear()
-    parents, (read, write) = (
-        server.submit(3),
-        os.pipe(),
-    )  # its thread holds the turn while the child is made
-    child = os.fork()
-    if child == 0:
-        for attempt in (lambda: server.submit(3), parents.result, lambda: list(parents)):
-            with contextlib.suppress(NotRunningError):
-                attempt()
-                os._exit(1)
-        server.toy.gate = threading.Event()
-        server.toy.gate.set()
-        server.toy.cached.clear()
-        server.batcher.start()
-        os.write(write, repr(server.submit(3).result(WAIT_S).token_ids).encode())
-        os._exit(0)
-    server.toy.gate.set()
-    assert os.waitpid(child, 0)[1] == 0
-    assert os.read(read, 1000).decode() == repr(alone(3))
-    assert parents.result(WAIT_S).token_ids == alone(3)
-    assert server.submit(3).result(WAIT_S).token_ids == alone(3)
 
 
 def test_the_interpreter_ends_with_work_in_flight():
@@ -118,7 +92,7 @@ def test_a_thread_that_cannot_start_leaves_a_batcher_that_can(monkeypatch):
             server.batcher.start()
     assert not server.batcher.is_running
     server.batcher.start()
-    assert server.submit(4).result(WAIT_S).token_ids == alone(4)
+    assert written(server, 4) == alone(4)
     server.batcher.stop(drain=True, timeout=None)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -119,10 +117,9 @@ def tokenizer(template):
 def prompt_of(template, messages):
     options = {"add_generation_prompt": True}
     made = tokenizer(template)
-    text: str = made.apply_chat_template(
+    return made.apply_chat_template(
         in_template_form(made, messages, options), **options, tokenize=False
     )
-    return text
 
 
 def parts(*texts):
@@ -162,7 +159,7 @@ def test_texts_are_shown_and_parts_joined_as_the_template_does(name):
 def test_whatever_shows_images_shows_texts_beside_them(name):
     image = {"type": "image", "image": "a picture"}
     text = "What is it?"
-    chat: list[dict[str, Any]] = [{"role": "user", "content": [image, *parts(text)]}]
+    chat = [{"role": "user", "content": [image, *parts(text)]}]
     if name not in ("llama-guard-3-1b",):
         chat.insert(0, {"role": "system", "content": "Be brief."})
     prompt = prompt_of(ALL[name][0], chat)
@@ -170,7 +167,7 @@ def test_whatever_shows_images_shows_texts_beside_them(name):
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
-LONG: list[dict[str, Any]] = [
+LONG = [
     {"role": "user", "content": "  First\n\n question  "},
     {"role": "assistant", "content": "<think>\nHm, so.\n</think>\n\nFirst answer"},
     {"role": "user", "content": "Second <b>&\t\"question\" 'x' \\n"},

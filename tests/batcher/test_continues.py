@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOSpecGenerator, SLOStage
-from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, Holds, answer
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, Holds, answer, written
 
 PROMPT = "\n".join(PROMPTS[:2])
 RESULT = "\n# the tool's result: 42\n"
@@ -61,14 +60,13 @@ def test_a_cancelled_request_goes_on_and_its_salt_with_it(served, pair):
 
 
 def test_stages_by_token_id_and_with_a_ttft_of_their_own(served):
-    marker = served.submit(PROMPT, max_new_tokens=30).result(WAIT_S).token_ids[8]
+    marker = written(served, PROMPT, max_new_tokens=30)[8]
     stages = [
         SLOStage(slo_tpot=WAIT_S, tokens=2),
         SLOStage(slo_tpot=None, slo_ttft=1e-9, until=marker),
     ]
-    options = dict(
-        max_new_tokens=30, speculative=False
-    )  # a first token within a step would be in time
+    # A first token within a step would be in time.
+    options = dict(max_new_tokens=30, speculative=False)
     handle = served.submit(PROMPT, slo_tpot=[*stages, SLOStage(slo_tpot=WAIT_S)], **options)
     handle.result(WAIT_S)
     assert handle.metrics.attained is False and handle.metrics.tpot_slo_s == WAIT_S
@@ -78,9 +76,8 @@ def test_stages_by_token_id_and_with_a_ttft_of_their_own(served):
     ]
     handle = served.submit(PROMPT, max_new_tokens=30, slo_tpot=patient, slo_ttft=1e-9)
     handle.result(WAIT_S)
-    assert (
-        handle.metrics.attained is True and handle.metrics.ttft_slo_s == WAIT_S
-    )  # the first stage's own
+    # The first stage's own.
+    assert handle.metrics.attained is True and handle.metrics.ttft_slo_s == WAIT_S
 
 
 def refused(served, error, match, prompt, handle):
@@ -88,12 +85,12 @@ def refused(served, error, match, prompt, handle):
         served.submit(prompt, continues=handle, max_new_tokens=2)
 
 
-def test_what_cannot_be_continued_is_refused_with_the_reason(served):
+def test_requests_that_cannot_be_continued_are_refused_with_the_reason(served):
     with Holds() as holds:
         running = served.submit(PROMPT, max_new_tokens=2, stopping_criteria=[holds])
         assert holds.is_reached.wait(WAIT_S)
         refused(served, InvalidInputError, "has not ended", RESULT, running)
-    result: Any = running.result(WAIT_S)
+    result = running.result(WAIT_S)
     refused(served, InvalidTypeError, "must be the handle", RESULT, result)
     refused(served, InvalidTypeError, "chat messages", [{"role": "tool", "content": "42"}], running)
     refused(served, InvalidInputError, "empty", "", running)

@@ -13,14 +13,13 @@ from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 
 from hf_slospec import (
     NotRunningError,
-    RequestHandle,
     SLOSpecGenerator,
 )
 from tests.support.served_pair import PROMPTS, WAIT_S, Fails, alone
 
 
 def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(served):
-    others = list[RequestHandle]()
+    others = []
 
     def waits(input_ids, scores):
         others[0].result()
@@ -86,8 +85,7 @@ def test_requests_are_let_go_when_they_are_over(served):
             handle.result(WAIT_S)
     gone = [weakref.ref(handle.request) for handle in handles]
     del handles, handle
-    served.submit(PROMPTS[0], max_new_tokens=3).result(
-        WAIT_S
-    )  # pushes them out of the engine's last step
+    # Pushes them out of the engine's last step.
+    served.submit(PROMPTS[0], max_new_tokens=3).result(WAIT_S)
     gc.collect()
     assert [ref() for ref in gone] == [None] * 3

@@ -15,7 +15,7 @@ LONG = quick_or(60, 120)  # tokens of the heavy load
 @pytest.fixture
 def turns(monkeypatch):
     """The services whose steps have ended, in order."""
-    found = list[object]()
+    found = []
     on_step = BatchingService.on_step
 
     def noted(service, step):
@@ -27,7 +27,7 @@ def turns(monkeypatch):
 
 
 @pytest.mark.parametrize("shares_draft", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_they_take_turns_whatever_their_load(pair, turns, shares_draft):
+def test_generators_on_one_model_take_turns_whatever_their_load(pair, turns, shares_draft):
     target, draft, tokenizer = pair
     light = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
     heavy = SLOSpecGenerator(
@@ -38,9 +38,8 @@ def test_they_take_turns_whatever_their_load(pair, turns, shares_draft):
     ]
     expected.append(alone(pair, PROMPTS[6], max_new_tokens=LONG // 4))
     with light, heavy:
-        light.submit(PROMPTS[7], max_new_tokens=2).result(
-            WAIT_S
-        )  # its service has started before the load comes
+        # Its service has started before the load comes.
+        light.submit(PROMPTS[7], max_new_tokens=2).result(WAIT_S)
         turns.clear()
         handles = [
             heavy.submit(prompt, max_new_tokens=LONG, eos_token_id=None) for prompt in PROMPTS[:6]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ def test_results_streams_and_awaits_agree(server):
 
 def test_timeouts_are_numbers_of_seconds(server):
     handle = server.submit(7)
-    refused: list[tuple[Any, type[Exception]]] = [
+    refused = [
         (math.nan, InvalidInputError), ("1", InvalidTypeError), (True, InvalidTypeError),
     ]  # fmt: skip
     for wrong, error in refused:
@@ -64,7 +63,7 @@ def test_a_handle_says_which_tokens_the_draft_had_proposed(server):
     assert sum(commit.num_nodes - 1 for commit in commits) == handle.metrics.drafted
 
 
-def test_what_is_not_shown_yet_has_no_origin_either():
+def test_unpublished_tokens_have_no_origin():
     request = Request(0, RequestParams([0, 1, 2], 10))
     handle = RequestHandle(request, None, lambda handle, error: None, None)
     request.emit(1)
@@ -96,7 +95,7 @@ def test_asyncio_streams_and_results(server):
     assert asyncio.run(main()) == ["".join(map(str, alone(new))) for new in (3, 9, 20)]
 
 
-def test_polling_leaves_nothing_behind(server):
+def test_aresult_with_timeouts_leaves_no_wakers(server):
     async def main():
         server.toy.gate.clear()
         handle = server.submit(3)

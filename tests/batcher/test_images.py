@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from tests.support.toys.tiny_image_models import (
 
 NAME = "Qwen2VLForConditionalGeneration"
 CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=4_000, max_batch=2)
-OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0, eos_token_id=2)
+OPTIONS = dict(max_new_tokens=24, pad_token_id=0, eos_token_id=2)
 LETTERS = "".join(map(chr, range(32, 32 + IMAGE - 3)))
 
 
@@ -147,7 +146,7 @@ def test_preempted_requests_are_processed_again_with_their_images(generator):
 
 
 def test_submitted_images_leave_no_trace_on_the_model(generator):
-    model: Any = tiny_image_model(NAME)
+    model = tiny_image_model(NAME)
     alone(prompts_with_images(model, 6, (2,)))
     left = model.model.rope_deltas
     submitted(generator, prompts_with_images(model, 7, (1,))).result(WAIT_S)

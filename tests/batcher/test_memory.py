@@ -45,7 +45,7 @@ def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(p
     config = CONFIG.model_copy(
         update={"kv_tokens": 850, "policy": "fixed", "max_depth": 1, "max_width": 1}
     )
-    running = list[int]()
+    running = []
 
     class Watching(Ends):
         def __call__(self, *arguments, **options):
@@ -75,7 +75,7 @@ def test_running_out_of_memory_while_committing_is_made_good(pair, monkeypatch):
     expected = [alone(pair, prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
     move = KVPool.move
     calls = itertools.count()
-    raised = list[int]()
+    raised = []
 
     def fails_at_times(pool, source, destination):
         if source and (call := next(calls)) in (0, 2):

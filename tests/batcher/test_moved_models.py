@@ -4,8 +4,6 @@ on.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -15,8 +13,8 @@ from hf_slospec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from tests.support.served_pair import WAIT_S, Holds
-from tests.support.toys.tiny_models import tiny_model
+from tests.support.served_pair import WAIT_S, Holds, written
+from tests.support.toys.tiny_models import tiny_copy, tiny_model
 
 CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=4_000, prepack=False)
 IDS = torch.randint(3, 101, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -30,11 +28,11 @@ def alone(model):
 
 
 def answer(generator):
-    return generator.submit(IDS, max_new_tokens=8).result(WAIT_S).token_ids
+    return written(generator, IDS, max_new_tokens=8)
 
 
 def test_an_idle_batcher_follows_a_cast():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         expected = answer(generator)
         assert expected == alone(model)
@@ -48,7 +46,7 @@ def test_an_idle_batcher_follows_a_cast():
 
 
 def test_running_requests_fail_by_name_and_later_ones_are_served():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         with Holds() as holds:
             held = generator.submit(IDS, max_new_tokens=50, stopping_criteria=[holds])
@@ -60,7 +58,7 @@ def test_running_requests_fail_by_name_and_later_ones_are_served():
 
 
 def test_a_cast_that_cannot_be_served_fails_requests_and_not_the_batcher(monkeypatch):
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         batcher = generator._service.batcher
         new_engine = generator._service.batcher.new_engine

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,10 @@ from transformers import StoppingCriteria
 import hf_slospec
 from hf_slospec import NotRunningError, UnsupportedOptionError
 from tests.support.nested_calls import CallingCriterion, CallingStreamer, calling
-from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone, written
 
-NESTED: dict[str, Any] = dict(max_new_tokens=5, do_sample=False)
-OUTER: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
+NESTED = dict(max_new_tokens=5, do_sample=False)
+OUTER = dict(max_new_tokens=12, do_sample=False)
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +31,14 @@ def inputs_of(input_ids, num_rows=1):
 
 @pytest.mark.parametrize("kind", ["processor", "criterion", "streamer"])
 def test_nested_generate_spoils_neither_neighbours_nor_later_requests(served, enabled, pair, kind):
-    calls: list[Callable[..., Any]] = [
+    calls = [
         lambda ids: served.generate(**inputs_of(ids), **NESTED),
         lambda ids: served.generate(**inputs_of(ids, 2), **NESTED, assistant_model=pair[0]),
         lambda ids: served.generate(**inputs_of(ids), **NESTED, prompt_lookup_num_tokens=3),
         lambda ids: enabled.generate(**inputs_of(ids), **NESTED, slo_tpot=0.1),
     ]
     stock = type(pair[0]).generate
-    wrong = list[Any]()
+    wrong = []
 
     def run(input_ids):
         ours = calls[input_ids.shape[1] % len(calls)](input_ids)[0]
@@ -52,9 +50,7 @@ def test_nested_generate_spoils_neither_neighbours_nor_later_requests(served, en
     for prompt, handle in zip(PROMPTS, handles, strict=False):
         assert handle.result(WAIT_S).token_ids == alone(pair, prompt, **OUTER)
     for prompt in PROMPTS[:2]:  # on the same prompts, whose K/V is reused
-        assert served.submit(prompt, **OUTER).result(WAIT_S).token_ids == alone(
-            pair, prompt, **OUTER
-        )
+        assert written(served, prompt, **OUTER) == alone(pair, prompt, **OUTER)
     if kind == "streamer":  # it is called in a thread of its own
         assert callback.ended.wait(WAIT_S)
     assert not wrong and len(callback.seen) >= 12
@@ -82,17 +78,13 @@ def test_waiting_for_the_batcher_in_its_own_thread_fails_that_request_only(serve
     with pytest.raises(NotRunningError, match="would wait for itself"):
         handle.result(WAIT_S)
     assert other.result(WAIT_S).token_ids == alone(pair, PROMPTS[1], **OUTER)
-    assert served.submit(PROMPTS[2], **NESTED).result(WAIT_S).token_ids == alone(
-        pair, PROMPTS[2], **NESTED
-    )
+    assert written(served, PROMPTS[2], **NESTED) == alone(pair, PROMPTS[2], **NESTED)
 
 
 def test_callbacks_may_submit_and_streamers_may_wait(served, pair):
-    handles = list[Any]()
+    handles = []
     criterion = CallingCriterion(lambda _: handles.append(served.submit(PROMPTS[2], **NESTED)))
-    streamer = CallingStreamer(
-        lambda _: served.submit(PROMPTS[2], **NESTED).result(WAIT_S).token_ids
-    )
+    streamer = CallingStreamer(lambda _: written(served, PROMPTS[2], **NESTED))
     outer = served.submit(
         PROMPTS[0], max_new_tokens=4, stopping_criteria=[criterion], streamer=streamer
     )
@@ -102,7 +94,7 @@ def test_callbacks_may_submit_and_streamers_may_wait(served, pair):
 
 
 def test_criteria_may_wait_for_generate_in_another_thread(served, pair):
-    results = list[Any]()
+    results = []
 
     def run(input_ids):
         call = lambda: results.append(served.generate(**inputs_of(input_ids), **NESTED))  # noqa: E731
@@ -147,6 +139,4 @@ def test_criteria_replace_the_last_token_only(served, pair):
     handle = served.submit(PROMPTS[0], **OUTER, stopping_criteria=[Replaces(-3)])
     with pytest.raises(UnsupportedOptionError, match="stopping_criteria has changed input_ids"):
         handle.result(WAIT_S)
-    assert served.submit(PROMPTS[0], **OUTER).result(WAIT_S).token_ids == alone(
-        pair, PROMPTS[0], **OUTER
-    )
+    assert written(served, PROMPTS[0], **OUTER) == alone(pair, PROMPTS[0], **OUTER)

@@ -4,14 +4,12 @@ stock's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.engine.interfaces import READ_CHUNK
-from tests.support.served_pair import WAIT_S, alone
+from tests.support.served_pair import WAIT_S, alone, written
 
 CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=20_000)
 
@@ -47,20 +45,17 @@ def check(pair, ids, found, num_top):
 
 
 @pytest.mark.parametrize("length", [1, 2, READ_CHUNK, READ_CHUNK + 1, 3 * READ_CHUNK + 7])
-def test_those_of_a_forward_whatever_is_kept(pair, generator, length):
+def test_prompt_logprobs_equal_those_of_a_forward_with_and_without_kept_kv(pair, generator, length):
     ids = ids_of(pair, length)
     for num_top in (0, 3):  # the second time, the K/V of the prompt is kept
         check(pair, ids, generator.prompt_logprobs(ids, num_top), num_top)
     handle = generator.submit(ids, prompt_logprobs=2, max_new_tokens=8, logprobs=1)
-    assert (
-        handle.result(WAIT_S).token_ids
-        == generator.submit(ids, max_new_tokens=8).result(WAIT_S).token_ids
-    )
+    assert handle.result(WAIT_S).token_ids == written(generator, ids, max_new_tokens=8)
     check(pair, ids, handle.prompt_logprobs, 2)
     assert len(handle.logprobs) == 8 or handle.finish_reason == "stop"
 
 
-def test_those_who_do_not_ask_get_none(pair, generator):
+def test_requests_that_do_not_ask_for_prompt_logprobs_have_none(pair, generator):
     handle = generator.submit(ids_of(pair, 20), max_new_tokens=2)
     handle.result(WAIT_S)
     assert handle.prompt_logprobs == []
@@ -69,9 +64,9 @@ def test_those_who_do_not_ask_get_none(pair, generator):
 def test_a_long_prompt_is_scored_beside_a_guaranteed_request(pair, generator):
     """No step holds the other request up for more than a chunk of the prompt."""
     ids = ids_of(pair, 12 * READ_CHUNK)
-    steps = list[Any]()
+    steps = []
     on_step = generator._service.on_step
-    generator._service.on_step = lambda step: (steps.append(step), on_step(step))  # type: ignore[assignment]
+    generator._service.on_step = lambda step: (steps.append(step), on_step(step))
     prompt = tiny_prompts()[1][:40]
     other = generator.submit(prompt, slo_tpot=30.0, max_new_tokens=400, eos_token_id=None)
     next(iter(other))
@@ -86,7 +81,7 @@ def test_a_long_prompt_is_scored_beside_a_guaranteed_request(pair, generator):
 def test_scoring_goes_on_after_a_preemption(pair, generator):
     ids = ids_of(pair, 6 * READ_CHUNK)
     service = generator._service
-    preempted = list[int]()
+    preempted = []
     on_step = service.on_step
 
     def preempt_once(step):
@@ -99,7 +94,7 @@ def test_scoring_goes_on_after_a_preemption(pair, generator):
                 engine.scheduler.preempt(request, engine.clock())
                 engine.forget([request])
 
-    service.on_step = preempt_once  # type: ignore[method-assign]
+    service.on_step = preempt_once
     handle = generator.submit(ids, prompt_logprobs=1, max_new_tokens=4, eos_token_id=None)
     assert handle.result(WAIT_S).token_ids == alone(
         pair, pair[2].decode(ids), max_new_tokens=4, eos_token_id=None

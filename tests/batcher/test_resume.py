@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.support.served_pair import CONFIG, WAIT_S, alone
 
 NEW = quick_or(24, 40)
 PROMPT = "def main(argv):\n    "
-CASES: list[dict[str, Any]] = [
+CASES = [
     dict(),
     dict(do_sample=True, temperature=1.3, top_k=50, seed=11),
     dict(do_sample=True, repetition_penalty=1.3, seed=5),
@@ -87,9 +86,8 @@ def test_request_is_refused_where_its_slos_cannot_be_guaranteed(pair, served):
     kept = served.submit(PROMPT, max_new_tokens=8, slo_tpot=5.0, must_guarantee=True)
     assert asyncio.run(kept.aguaranteed())
     assert kept.result(WAIT_S).token_ids == alone(pair, PROMPT, max_new_tokens=8)
-    free = served.submit(
-        PROMPT, max_new_tokens=8, must_guarantee=True
-    )  # it has no SLO to guarantee
+    # It has no SLO to guarantee.
+    free = served.submit(PROMPT, max_new_tokens=8, must_guarantee=True)
     assert not asyncio.run(free.aguaranteed())
     assert free.result(WAIT_S).token_ids == alone(pair, PROMPT, max_new_tokens=8)
     with pytest.raises(NotGuaranteedError):

@@ -190,7 +190,7 @@ def test_an_engine_that_cannot_close_ends_every_request():
     assert [own.handle.request.error for own in simulation.submitted] == [error]
 
 
-def test_what_is_wrong_is_found_and_shrunk(monkeypatch):
+def test_failing_schedules_are_found_and_shrunk(monkeypatch):
     """K/V that is moved to wrong slots changes later tokens."""
     monkeypatch.setattr(KVPool, "move", lambda pool, source, destination: None)
     failing = next(plan for seed in range(1000) if fault_of(plan := schedule_of(seed)) is not None)
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_found_and_shrunk(monkeypatch):
 def test_the_script_runs_what_its_log_lacks(tmp_path, monkeypatch):
     app = typer.Typer()
     log = tmp_path / "log"
-    ran = list[int]()
+    ran = []
     app.command()(simulate_faults.main)
     monkeypatch.setattr(
         simulate_faults, "simulate", lambda plan: ran.append(plan.seed) or simulate(plan)

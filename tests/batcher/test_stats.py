@@ -12,12 +12,10 @@ from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S
 
 
 @pytest.mark.parametrize("name", ["on_step", "on_end"])
-def test_all_is_counted_before_the_result_is_seen(name, pair, monkeypatch):
-    is_submitted, seen, count = (
-        threading.Event(),
-        list[tuple[int, str | None]](),
-        getattr(Telemetry, name),
-    )
+def test_steps_and_ends_are_counted_before_results_are_visible(name, pair, monkeypatch):
+    is_submitted = threading.Event()
+    seen = []
+    count = getattr(Telemetry, name)
 
     def watched(telemetry, news):
         assert is_submitted.wait(WAIT_S)

@@ -8,14 +8,16 @@ import json
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_slospec.batcher.texts import Detokenizer, OutputStopStrings, StoppedText, TextStream
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_tokenizers import BYTE_TOKENS, byte_level, sentencepiece_like
 
+SETTINGS = settings(max_examples=quick_or(40, 100))
 WORDS = [
     "the keys to the cabinet are on the table",
     "he isn't here , and I don't know ! It's \" 'tis .",
@@ -75,8 +77,7 @@ KINDS = {
 
 
 def ids_of(tokenizer, *tokens):
-    found: list[int] = tokenizer.convert_tokens_to_ids(list(tokens))
-    return found
+    return tokenizer.convert_tokens_to_ids(list(tokens))
 
 
 def streamed(stream, tokens, ends):
@@ -120,6 +121,7 @@ def token_lists(tokenizer):
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
+@SETTINGS
 def test_pieces_join_to_the_text_however_steps_end(kind, skips, data):
     tokenizer = KINDS[kind]()
     to_text = Detokenizer(tokenizer, skips)
@@ -133,6 +135,7 @@ def test_pieces_join_to_the_text_however_steps_end(kind, skips, data):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
+@SETTINGS
 def test_output_is_the_text_behind_the_prompt_however_steps_end(kind, data):
     tokenizer = KINDS[kind]()
     to_text = Detokenizer(tokenizer)
@@ -162,6 +165,7 @@ def end_of(texts, stops, min_tokens):
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "gemma", "wordpiece", "metaspace"])
 @given(data=st.data())
+@SETTINGS
 def test_outputs_end_and_are_cut_where_their_text_has_a_stop_string(kind, keeps, data):
     tokenizer = KINDS[kind]()
     to_text = Detokenizer(tokenizer)

@@ -40,7 +40,7 @@ def test_faults_of_processors_criteria_and_streamers_stay_in_their_request(serve
 def test_streamers_hear_prompt_tokens_and_end(served):
     class Heard:
         def __init__(self):
-            self.values = list[torch.Tensor]()
+            self.values = []
             self.ended = threading.Event()
 
         def put(self, value):
@@ -66,7 +66,7 @@ def test_streamers_hear_prompt_tokens_and_end(served):
 
 
 def test_processors_run_without_gradients_and_may_raise_anything(served, pair):
-    modes = list[bool]()
+    modes = []
 
     def looks(input_ids, scores):
         modes.append(torch.is_grad_enabled())
@@ -98,13 +98,12 @@ def test_a_users_drafter_leaves_the_global_generator_to_others(pair):
             pass
 
     target, _, tokenizer = pair
-    drawn = list[float]()
+    drawn = []
     with SLOSpecGenerator(target, None, tokenizer, CONFIG, drafter=Draws()) as generator:
         handle = generator.submit(PROMPTS[0], max_new_tokens=quick_or(30, 60))
         while not handle.done():
-            drawn.append(
-                float(torch.rand((), dtype=torch.float64))
-            )  # float32 has too few values for many draws
+            # Float32 has too few values for many draws.
+            drawn.append(float(torch.rand((), dtype=torch.float64)))
         assert handle.result(WAIT_S).token_ids == alone(
             pair, PROMPTS[0], max_new_tokens=quick_or(30, 60)
         )

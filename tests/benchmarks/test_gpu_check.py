@@ -150,7 +150,7 @@ def contestants(results):
     return [row for cell in results["speed"] for row in cell["contestants"]]
 
 
-def test_what_there_is_no_time_for_is_skipped_with_the_reason():
+def test_phases_without_time_left_are_skipped_with_the_reason():
     written: list[str] = []
     results = check(
         plan(budget_s=1e-6), lambda so_far: written.append(json.dumps(so_far)), lambda _: None
@@ -271,7 +271,7 @@ def test_continuous_batching_says_what_stock_says():
 
 
 @pytest.mark.parametrize(("built_for", "word"), [(None, "without CUDA"), ("13.0", "nvidia-smi")])
-def test_without_a_gpu_it_says_so(built_for, word, monkeypatch):
+def test_a_missing_gpu_is_named(built_for, word, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
     result = RUN.invoke(app, [])

@@ -42,7 +42,7 @@ def test_bandwidth_of_known_devices():
         (UnsupportedModelError("its forward failed on a packed row"), "failed"),
     ],
 )
-def test_what_an_error_says(error, status):
+def test_errors_are_failures_refusals_or_lack_of_memory(error, status):
     found = outcome_of(error)
     assert found["status"] == status and str(error) in found["reason"]
 
@@ -58,7 +58,7 @@ def test_small_batches_first_and_the_largest_shape_before_all():
     ]
 
 
-def test_weights_that_a_forward_reads():
+def test_weight_bytes_count_a_tied_table_once():
     target, _, _ = load_tiny_pair(torch.bfloat16)
     assert (
         weight_bytes(target) == 2 * target.num_parameters()

@@ -55,7 +55,7 @@ def repeated(probs, accepted, times):
 
 
 @pytest.mark.parametrize("rate", [1.0, 50.0])
-def test_who_knows_more_is_not_slower(rate):
+def test_predictors_that_know_more_are_not_slower(rate):
     chains = [repeated([0.5**depth for depth in range(1, 9)], [0, 0, 3, 2, 1, 0, 0, 8], times=8)]
     latencies = {
         name: latency_s(chains, "llama-7b-a100", rate, name, 30, 0)
@@ -65,7 +65,7 @@ def test_who_knows_more_is_not_slower(rate):
     assert latencies[OURS] < latencies[PLAIN]
 
 
-def test_a_drafter_that_is_never_right_costs_nothing_to_who_knows():
+def test_the_oracle_pays_nothing_for_a_drafter_that_is_never_right():
     chains = [repeated([0.9**depth for depth in range(1, 9)], [0], times=40)]
     plain, known = (
         latency_s(chains, "llama-7b-a100", 20.0, name, 20, 0) for name in (PLAIN, ORACLE)

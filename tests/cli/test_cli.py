@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def test_bench_writes_table_and_json(tmp_path):
 
 
 def test_bench_waits_for_the_compiler(monkeypatch):
-    seen = list[Any]()
+    seen = []
     monkeypatch.setattr(
         benchmark, "SLOSpecGenerator", lambda *given, **_: seen.append(given[3].compile)
     )
@@ -72,34 +71,27 @@ def test_bench_of_a_drafter_without_a_draft_model(tmp_path):
     assert rows["hf_slospec"]["rows_equal_to_generate"] == "1/1"
 
 
-def test_profile_measures_fits_draws_and_keeps(tmp_path):
+def test_profile_measures_fits_and_draws_what_drafts(tmp_path):
     plot = tmp_path / "curve.png"
     path = tmp_path / "profile.json"
-    options = [
-        "--size",
-        "tiny",
-        "--dtype",
-        "float32",
-        "--seconds",
-        "1",
-        "--plot",
-        str(plot),
-        "--json",
-        str(path),
-    ]
-    result = RUN.invoke(app, ["profile", "--no-compile", *options])
+    options = "--size tiny --dtype float32 --seconds 1 --no-keep --no-compile --drafter lookup+mtp"
+    result = RUN.invoke(
+        app, ["profile", *options.split(), "--plot", str(plot), "--json", str(path)]
+    )
     assert result.exit_code == 0, result.output
+    assert "measuring target and draft for at most about 2 s (--seconds)" in result.stderr
+    assert "measuring the draft (" in result.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
-    records = json.loads(path.read_text())["results"]
-    for name in ("target", "draft"):
-        sizes = {
-            size["tokens"] for size in (*records[name]["measured"], *records[name]["held_out"])
-        }
-        assert {size.num_tokens for size in (*CURVE, *HELD_OUT)} <= {
-            *sizes,
-            *records[name]["not_measured"],
-        }
-        assert records[name]["fit"]["ms"] == sorted(records[name]["fit"]["ms"])
+    written = json.loads(path.read_text())
+    assert written["provenance"]["drafter"] == "prompt lookup + MTP layer"
+    assert set(written["results"]) == {"target", "draft"}
+    for record in written["results"].values():
+        measured = {size["tokens"] for size in record["measured"]}
+        left_out = set(record["not_measured"])
+        sizes = measured | left_out | {size["tokens"] for size in record["held_out"]}
+        assert {size.num_tokens for size in (*CURVE, *HELD_OUT)} <= sizes
+        assert not measured & left_out
+        assert record["fit"]["ms"] == sorted(record["fit"]["ms"])
 
 
 @pytest.mark.parametrize(
@@ -192,37 +184,6 @@ def test_a_target_alone_is_drafted_for_by_its_text(command, tmp_path):
         and "drafts: prompt lookup" in result.stderr
     )
     assert command != "generate" or result.stdout == stock(TEXT) + "\n"
-
-
-def test_profile_measures_what_drafts(tmp_path):
-    path = tmp_path / "profile.json"
-    options = [
-        "--size",
-        "tiny",
-        "--dtype",
-        "float32",
-        "--seconds",
-        "1",
-        "--no-keep",
-        "--json",
-        str(path),
-        "--no-compile",
-    ]
-    result = RUN.invoke(app, ["profile", *options, "--drafter", "lookup+mtp"])
-    assert result.exit_code == 0, result.output
-    assert (
-        "measuring target and draft for at most about 2 s (--seconds)" in result.stderr
-    )  # before it begins
-    assert "measuring the draft (" in result.stderr
-    written = json.loads(path.read_text())
-    assert written["provenance"]["drafter"] == "prompt lookup + MTP layer" and set(
-        written["results"]
-    ) == {
-        "target",
-        "draft",
-    }
-    for record in written["results"].values():
-        assert not {one["tokens"] for one in record["measured"]} & set(record["not_measured"])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ Commands stop where their work begins, but for ``generate`` and ``simulate``, wh
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from pathlib import Path
-from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def _stop_before_work(patch):
     def stop(*_, **__):
         raise typer.Exit(0)
 
-    places: list[tuple[ModuleType | type, str]] = [
+    places = [
         (load, "inflate"), (benchmark.Bench, "__init__"), (profiling, "profile"),
         (checking, "check"), (check_module, "ModelCheck"), (uvicorn.Server, "run"), (training, "collect"),
     ]  # fmt: skip
@@ -141,60 +142,58 @@ configs = st.sampled_from(
         '{"prefill_chunk": 100000000000000}', '{"max_width": 64}', '{"policy": "sequoia", "max_depth": 30}',
     )
 )  # fmt: skip
-exact = st.sampled_from(("bits", "self", "x"))
-Options = dict[str, st.SearchStrategy[str] | None]  # None: takes no value
-MODEL: Options = {
+VALUES = {  # of options whose type says too little
     "target": models,
     "assistant": models,
+    "drafter": models
+    | st.sampled_from(("lookup", "suffix", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+")),
     "size": st.sampled_from(("tiny", "0.1B", "8B", "x")),
     "dtype": st.sampled_from(("fast", "auto", "float32", "bfloat16", "float64")),
     "device": st.sampled_from(
         ("cpu", "cuda", "meta", "mps", "cuda:9", "cpu:3", "xpu", "privateuseone", "")
     ),
+    "config": configs,
+    "exact": st.sampled_from(("bits", "self", "x")),
+    "json": paths,
+    "host": st.sampled_from(("127.0.0.1", "0.0.0.0", "x")),
+    "kind": st.sampled_from(("eagle3", "mtp", "x")),
+    "seq-len": st.sampled_from(("96", "1")),
+    "system": configs.map("auto ".__add__)
+    | st.sampled_from(("auto", "vllm", "x", "oracle", "{}", "auto {")),
+    "hardware": paths | st.sampled_from(("llama-8b-h100", "x")),
+    "mix": st.sampled_from(("adaserve", "coder", "x")),
+    "arrivals": st.sampled_from(("poisson", "gamma", "on-off", "x")),
+    "metric": st.sampled_from(("tpot", "x")),
+    "router": st.sampled_from(("round-robin", "x", "guarantees")),
 }
-DRAFTER: Options = {
-    "drafter": models
-    | st.sampled_from(("lookup", "suffix", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+"))
+BY_TYPE = {int: whole, float: real, Path: paths, bool: None}
+NOT_HERE = (("serve", "replicas"), ("profile", "compile"))  # start Ray, and a compiler
+
+
+def options_of(command):
+    """Return the values of each option of a command; None for one that takes no value."""
+    found = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        kind, *info = get_args(parameter.annotation) or (None,)
+        if info and isinstance(info[0], typer.models.OptionInfo):
+            first = info[
+                0
+            ].default  # the option's name, where it is given; Annotated has no default
+            flag = (first if isinstance(first, str) else name.replace("_", "-")).removeprefix("--")
+            kind = next((each for each in get_args(kind) if each is not type(None)), kind)
+            found[flag] = VALUES.get(flag, BY_TYPE.get(kind, words))
+    return found
+
+
+COMMANDS = {
+    (name := str(info.callback.__name__).replace("_", "-")): {
+        option: values
+        for option, values in options_of(info.callback).items()
+        if (name, option) not in NOT_HERE
+    }
+    for info in app.registered_commands
+    if info.callback is not None
 }
-COMMANDS: dict[str, Options] = {
-    "generate": MODEL | DRAFTER | {
-        "file": paths, "slo-tpot": real, "max-new-tokens": st.sampled_from("0123"), "temperature": real, "top-p": real,
-        "top-k": whole, "seed": st.integers(0, 2**64).map(str), "stop": st.sampled_from(("e", " ", "")), "chat": None,
-        "config": configs, "exact": exact, "json": paths, "strict": None,
-    },
-    "bench": MODEL | DRAFTER | {
-        "batch": whole, "prompt-tokens": whole, "new-tokens": whole, "repeats": whole,
-        "exact": exact, "config": configs, "json": paths,
-    },
-    "profile": MODEL | {"seconds": real, "plot": paths, "json": paths, "no-keep": None},
-    "check": {name: own for name, own in MODEL.items() if name != "target"} | DRAFTER | {
-        "prompts": paths, "max-new-tokens": whole, "images": None, "config": configs,
-        "exact": exact,
-    },
-    "serve": MODEL | DRAFTER | {
-        "share-texts": None, "images": None, "host": st.sampled_from(("127.0.0.1", "0.0.0.0", "x")), "port": whole,
-        "served-model-name": words, "api-key": words, "api-key-file": paths, "no-api-key": None,
-        "allowed-origin": words, "chat-template": paths, "response-template": paths, "allow-pickle": None,
-        "metrics-prefix": words, "root-path": words, "default-slo-tpot": real, "strictest-slo-tpot": real,
-        "config": configs, "exact": exact,
-    },
-    "demo": MODEL | DRAFTER | {
-        "host": words, "port": whole, "password": words,
-    },
-    "train-drafter": {name: own for name, own in MODEL.items() if name in ("target", "dtype", "device")} | {
-        "kind": st.sampled_from(("eagle3", "mtp", "x")), "out": paths, "data": paths, "exclude": paths, "texts": whole,
-        "seq-len": st.sampled_from(("96", "1")), "levels": whole, "draft-vocab": whole, "features-gb": real,
-        "layout": st.sampled_from(("sglang", "x")), "minutes": real, "seed": whole,
-    },
-    "simulate": {
-        "system": configs.map("auto ".__add__) | st.sampled_from(("auto", "vllm", "x", "oracle", "{}", "auto {")),
-        "hardware": paths | st.sampled_from(("llama-8b-h100", "x")), "trace": paths, "base-tpot": real,
-        "mix": st.sampled_from(("adaserve", "coder", "x")), "variation": real, "rate": real, "recording": paths,
-        "arrivals": st.sampled_from(("poisson", "gamma", "on-off", "x")), "acceptance": real, "spread": real,
-        "distance": real, "coupled": None, "replicas": whole, "metric": st.sampled_from(("tpot", "x")), "seed": whole,
-        "router": st.sampled_from(("round-robin", "x", "guarantees")), "plot": paths, "csv": paths, "json": paths,
-    },
-}  # fmt: skip
 FIRST = {
     "generate": ["--max-new-tokens", "3", "--dtype", "float32"],
     "bench": ["--config", '{"compile": false}'],
@@ -219,7 +218,7 @@ def command_lines(draw):
 
 @fuzzed(25)
 @given(line=command_lines())
-def test_every_command_works_or_says_what_is_wrong(folder: Path, line: list[str]) -> None:
+def test_every_command_works_or_says_what_is_wrong(folder, line):
     _write_files(folder)
     result = RUN.invoke(app, line, input="x")
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -119,35 +119,26 @@ def test_lora_of_other_kinds_is_not_compiled(model):
     assert "modules were changed" in ours.stats().forwards["target"]
 
 
-def test_hidden_states_for_a_drafter():
-    model = tiny_model("llama")
+def test_hidden_states_for_a_drafter(model):
     packed = packed_model(model, compile="wait")
-    eager = packed_model(model)
     outputs = []
-    for each in (packed, eager):
+    for each in (packed, packed_model(model)):
         cache = each.kv_cache
         with cache.temporary([9]) as (sequence,):
             parts = [chain(each, sequence, list(range(3, 12)))]
+            no_rows = torch.tensor([], dtype=torch.int64)  # as for a chunk of a prompt
+            assert each.forward(cache.pool, parts, no_rows).shape == (0, 101)
             outputs.append(each.outputs(cache.pool, parts, torch.tensor([8]), FEATURES))
-        with cache.temporary([9]) as (sequence,):  # a chunk of a prompt
-            parts = [chain(each, sequence, list(range(3, 12)))]
-            assert each.forward(cache.pool, parts, torch.tensor([], dtype=torch.int64)).shape == (
-                0,
-                101,
-            )
     assert packed.status(FEATURES) == packed.status() == "compiled"
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
     torch.testing.assert_close(outputs[0].features, outputs[1].features)
 
 
-def test_bf16():
-    model = tiny_model("llama").to(torch.bfloat16)
-    try:
-        packed = packed_model(model, compile="wait")
-        generator(model).generate(**rows(), **OPTIONS)
-        assert packed.status() == "compiled"
-    finally:
-        model.float()
+def test_models_in_bf16_are_compiled(model):
+    model.bfloat16()
+    packed = packed_model(model, compile="wait")
+    generator(model).generate(**rows(), **OPTIONS)
+    assert packed.status() == "compiled"
 
 
 def test_the_switch_between_two_steps(monkeypatch, model):
@@ -242,18 +233,14 @@ def test_a_setting_that_the_graph_lacks_is_found_by_comparison(model, caplog):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("share", "path"), [(0.3, "compiled"), (0.9, "eager")])
-def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(monkeypatch, share, path):
+def test_forwards_that_seldom_differ_by_rounding_stay_compiled(monkeypatch, model, share, path):
     draws = random.Random(1)
     monkeypatch.setattr(
         compiled, "relative_error", lambda ours, _: torch.tensor([float(draws.random() < share)])
     )
-    model = tiny_model("llama").to(torch.bfloat16)
-    try:
-        ours = generator(model)
-        generated(ours.generate)
-        assert ours.stats().forwards["target"].startswith(path)
-    finally:
-        model.float()
+    ours = generator(model.bfloat16())
+    generated(ours.generate)
+    assert ours.stats().forwards["target"].startswith(path)
 
 
 def test_failures_are_kept_and_told(monkeypatch, model):

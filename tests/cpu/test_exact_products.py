@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu import exact as exact_products
-from hf_slospec.cpu.exact import ExactProducts, way_for
+from hf_slospec.cpu.exact import ExactProducts, product_kind
 from tests.support.packed import CHANGED, overridden
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -38,11 +38,11 @@ def fresh(tensor):
 
 @pytest.fixture(params=[True, False], ids=["own kernel", "torch only"])
 def _kernels(request, monkeypatch):
-    way_for.cache_clear()
+    product_kind.cache_clear()
     if not request.param:
         monkeypatch.setattr(exact_products, "_has_blocks", lambda: False)
     yield
-    way_for.cache_clear()
+    product_kind.cache_clear()
 
 
 @pytest.mark.usefixtures("_kernels")

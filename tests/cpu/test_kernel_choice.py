@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from hf_slospec.cpu import kernels as kernel_choice
-from hf_slospec.cpu.kernels import PLAIN, SIZES, Choice, choose, works
+from hf_slospec.cpu.kernels import PLAIN, SIZES, KernelChoice, choose, works
 
 needs_onednn = pytest.mark.skipif(
     not works("OneDNN", torch.float32), reason="torch has no oneDNN here"
@@ -58,7 +56,7 @@ def test_a_kernel_that_was_not_timed_for_many_tokens_counts_as_slower_there():
 
 
 @needs_onednn
-def test_a_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_a_choice_is_measured_once_and_kept(monkeypatch, cache):
     monkeypatch.setattr(kernel_choice, "_num_preemptions", lambda: 0)
     weights = [torch.randn(48, 40) for _ in range(3)]
     choice = choose(weights)
@@ -77,22 +75,20 @@ def test_a_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, cac
 
 
 @needs_onednn
-def test_at_a_busy_time_the_usual_kernel_is_used_and_nothing_kept(
-    monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_at_a_busy_time_the_usual_kernel_is_used_and_nothing_kept(monkeypatch, cache):
     preemptions = iter(range(0, 10**9, 100))
     monkeypatch.setattr(kernel_choice, "_num_preemptions", lambda: next(preemptions))
     assert choose([torch.randn(48, 40)]) == PLAIN  # small
     assert choose([torch.randn(1024, 512)]).kernel in ("MKL", "OneDNN")
     kernel_choice._choices.cache_clear()
-    measured = Choice(kernel=None, seconds={"Plain": (1.0,) * 6})
+    measured = KernelChoice(kernel=None, seconds={"Plain": (1.0,) * 6})
     monkeypatch.setattr(kernel_choice, "_measured", lambda *_: measured)
     assert choose([torch.randn(48, 40)]) == measured
 
 
 def test_a_directory_that_cannot_be_written_is_only_warned_of(monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", "/proc/none")
-    measured = Choice(kernel=None, seconds={"Plain": (1.0,) * 6})
+    measured = KernelChoice(kernel=None, seconds={"Plain": (1.0,) * 6})
     monkeypatch.setattr(kernel_choice, "_measured", lambda *_: measured)
     monkeypatch.setattr(kernel_choice, "works", lambda *_: True)
     with pytest.warns(UserWarning, match="could not be saved"):
@@ -103,15 +99,13 @@ def test_a_directory_that_cannot_be_written_is_only_warned_of(monkeypatch):
 @pytest.mark.parametrize(
     "kept",
     [
-        Choice(kernel="OneDNN", is_faster=(True,) * 3),
-        Choice(kernel="OneDNN"),
-        Choice(kernel="AMXFOO", is_faster=(True,) * 6),
-        Choice(kernel="FBGEMM", is_faster=(True,) * 6),  # fp32 weights are never held in fp16
+        KernelChoice(kernel="OneDNN", is_faster=(True,) * 3),
+        KernelChoice(kernel="OneDNN"),
+        KernelChoice(kernel="AMXFOO", is_faster=(True,) * 6),
+        KernelChoice(kernel="FBGEMM", is_faster=(True,) * 6),  # fp32 weights are never held in fp16
     ],
 )
-def test_what_another_version_kept_is_measured_again(
-    monkeypatch: pytest.MonkeyPatch, kept: Choice
-) -> None:
+def test_what_another_version_kept_is_measured_again(monkeypatch, kept):
     kernel_choice._save({"float32 48x40": kept})
     monkeypatch.setattr(kernel_choice, "_measured", lambda *_: PLAIN)
     assert choose([torch.randn(48, 40)]) == PLAIN

@@ -37,7 +37,7 @@ needs_fbgemm = pytest.mark.skipif(
 
 
 @needs_fbgemm
-def test_weights_in_fp16_are_multiplied_in_fp32() -> None:
+def test_weights_in_fp16_are_multiplied_in_fp32():
     """The result is nearer to exact arithmetic than that of torch's own kernels, which round to the
     dtype.
     """
@@ -48,7 +48,7 @@ def test_weights_in_fp16_are_multiplied_in_fp32() -> None:
 
 
 @needs_fbgemm
-def test_values_that_fp16_cannot_hold_are_counted_or_refused() -> None:
+def test_values_that_fp16_cannot_hold_are_counted_or_refused():
     weight = torch.ones(4, 8, dtype=torch.bfloat16)
     weight[0, :3] = torch.tensor([1e-9, 3e-7, 2**-17])  # the last is exact in fp16
     assert PACKING["FBGEMM"](weight).num_rounded == 2

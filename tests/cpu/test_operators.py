@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.joined_linears import KERNELS
-from hf_slospec.cpu.kernels import DTYPES, SIZES, Choice, is_right
+from hf_slospec.cpu.kernels import DTYPES, SIZES, KernelChoice, is_right
 from hf_slospec.cpu.operators import plan_for_operators
 from hf_slospec.model.batch import AttentionRules
 from tests.support.oracles.attention_rows import (
@@ -68,21 +68,15 @@ def check(  # type: ignore[no-untyped-def]
     sinks = torch.randn(num_heads) if has_sinks else None
     rules = AttentionRules(key_dim**-0.5, window, softcap, sinks, chunk)
     expected = made.expected(query, rules)
-    own = torch.cat(
-        [
-            torch.arange(v.stop - s.num_tokens, v.stop)
-            for s, v in zip(made.row.spans, made.row.visible, strict=True)
-        ]
-    )
+    pairs = zip(made.row.spans, made.row.visible, strict=True)
+    own = torch.cat([torch.arange(v.stop - s.num_tokens, v.stop) for s, v in pairs])
     key, value = (
         stored[own].transpose(0, 1)[None].contiguous() for stored in (made.keys, made.values)
     )
     made.keys[own], made.values[own] = torch.nan, torch.nan  # the operator writes them
     context = operators.Context(is_invariant)
-    plan = plan_for_operators(made.row)
     torch.ops.hf_slospec.set_pool(context._id, [made.keys], [made.values])
-    tensors = plan.sequences, plan.mask, plan.windowed_mask, plan.positions, plan.staged_positions
-    torch.ops.hf_slospec.set_plan(context._id, *tensors)
+    torch.ops.hf_slospec.set_plan(context._id, *plan_for_operators(made.row))
     padded = [torch.nn.functional.pad(tensor, (0, 0, 0, 2)) for tensor in (query[None], key, value)]
     others = rules.scaling, window or 0, chunk or 0, softcap or 0.0, sinks
     out = torch.ops.hf_slospec.attend(*padded, context.tensor, 0, True, *others)
@@ -94,14 +88,9 @@ def check(  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_attention(heads, options):
-    check(SPANS, heads, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_attention_in_half_precision(heads, dtype):
-    check(SPANS, heads, dtype, has_sinks=True)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_attention(heads, dtype, options):
+    check(SPANS, heads, dtype, **options)
 
 
 @settings(max_examples=60)
@@ -134,7 +123,7 @@ def test_joined_linear_layers(kernel, dtype):
         3,
         plain,
         packed,
-        Choice(kernel=kernel, is_faster=(True, False) + (True,) * (len(SIZES) - 2)),
+        KernelChoice(kernel=kernel, is_faster=(True, False) + (True,) * (len(SIZES) - 2)),
     )
     for num_tokens in (1, 3, 40, 700):
         x = torch.randn(1, num_tokens, 64, dtype=dtype)
@@ -178,7 +167,7 @@ def test_weights_that_no_block_holds():
 
 def test_wrong_uses_raise():
     context = operators.Context()
-    context.set_linear(0, [torch.randn(8, 4)], [], Choice(kernel=None))
+    context.set_linear(0, [torch.randn(8, 4)], [], KernelChoice(kernel=None))
     with pytest.raises(RuntimeError, match="has 8 outputs, not 9"):
         torch.ops.hf_slospec.linear(torch.randn(2, 4), context.tensor, 0, 9)
     with pytest.raises(RuntimeError, match="no context -1"):

@@ -29,18 +29,15 @@ def doubled():
     return lambda: out.copy_(there * 2)
 
 
-def test_graphs_that_go_while_another_is_captured(monkeypatch):
+def test_graphs_stay_alive_while_another_is_captured(monkeypatch):
     held = CudaGraphs(CUDA)
     replays = [held.capture(doubled())]
     memory_of_first = held._memory
     monkeypatch.setattr(Stream, "synchronize", lambda stream: replays.clear())
     assert held.capture(doubled())().tolist() == [2.0, 2.0, 2.0]
     assert held._memory == memory_of_first
-    assert held.capture(doubled())().tolist() == [
-        2.0,
-        2.0,
-        2.0,
-    ]  # into other memory, as no graph is left
+    # Into other memory, as no graph is left.
+    assert held.capture(doubled())().tolist() == [2.0, 2.0, 2.0]
     assert held._memory != memory_of_first
 
 
@@ -65,7 +62,7 @@ def test_failed_captures_release_their_memory(device, num_alive):
     assert all(replay().tolist() == [2.0, 2.0, 2.0] for replay in replays)
 
 
-def test_only_the_memory_of_captures_counts(device, monkeypatch):
+def test_memory_reserved_outside_captures_does_not_count(device, monkeypatch):
     num_bytes = 0
 
     def run():
@@ -83,7 +80,7 @@ def test_only_the_memory_of_captures_counts(device, monkeypatch):
     assert (len(graphs), held.num_bytes) == (2, 2 * 2**20)
 
 
-def test_other_threads_wait_with_calls_that_would_break_a_capture(monkeypatch):
+def test_calls_that_would_break_a_capture_wait(monkeypatch):
     asked = threading.Event()
     others = list[Future[None]]()
     plain = device_calls._LOCK
@@ -112,7 +109,7 @@ def test_other_threads_wait_with_calls_that_would_break_a_capture(monkeypatch):
             others[-1].result(60)
 
 
-def test_out_of_memory_in_one_thread_does_not_break_captures_of_others(monkeypatch):
+def test_freeing_memory_waits_for_captures(monkeypatch):
     freed = list[bool]()
     monkeypatch.setattr(
         torch.cuda, "empty_cache", lambda: freed.append(is_held(device_calls._LOCK))

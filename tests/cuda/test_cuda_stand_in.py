@@ -30,11 +30,12 @@ from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.measure import Forwards, Size
 from hf_slospec.model.sampling import DoubledSums
 from hf_slospec.model.target import PackedTarget
-from tests.support import cuda_tests
 from tests.support.breadth import quick_or
 from tests.support.cuda_tests import (  # noqa: F401  collected here once more
+    check_self,
     moved,
     on_cuda,
+    serve,
     test_a_capture_that_fails_leaves_cuda_usable,
     test_an_answer_one_question_late,
     test_auto_is_triton_and_flash_is_flash,
@@ -45,20 +46,19 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
 )
 from tests.support.packed import overridden, packed_model
 from tests.support.stand_ins.cuda_tensors import CUDA
-from tests.support.toys.tiny_models import ragged_prompts, ragged_texts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
     pytest.mark.usefixtures("device"),
 ]
 GREEDY = dict(do_sample=False)
-SAMPLED = dict(do_sample=True, temperature=0.8, top_k=30)
 
 
-# ---- what it is strict about
+# ---- what the stand-in is strict about
 
 
-def test_tensors_of_host_and_device_do_not_mix():
+def test_operators_refuse_tensors_of_host_and_device_together():
     here = torch.ones(3)
     there = torch.ones(3, device="cuda")
     assert there.is_cuda and there.device == CUDA and not there.is_cpu
@@ -73,7 +73,7 @@ def test_tensors_of_host_and_device_do_not_mix():
     assert (here + there.cpu()).is_cpu and (here.to(CUDA) + there).is_cuda
 
 
-def test_what_has_the_host_wait(device):
+def test_waits_of_the_host_are_counted_or_raise(device):
     there = torch.tensor([1, 0, 2], device="cuda")
     pinned = torch.empty(3, dtype=torch.int64, pin_memory=True)
     torch.cuda.set_sync_debug_mode("error")
@@ -94,36 +94,21 @@ def test_what_has_the_host_wait(device):
     assert device.num_waits == before + 2  # for the mask, and for the values
 
 
-def test_what_has_not_arrived_is_not_to_be_read():
+def test_copies_without_blocking_are_late():
     there = torch.tensor([1, 0, 2], device="cuda")
     here = torch.zeros(3, dtype=torch.int64)
     here.copy_(there, non_blocking=True)
     there.zero_()
     assert here.tolist() != [1, 0, 2]
-    event = torch.cuda.Event()
-    event.record()
-    event.synchronize()
+    torch.cuda.synchronize()
     assert here.tolist() == [1, 0, 2]
-
-
-def test_what_has_not_left_is_not_to_be_written():
-    there = torch.zeros(3, device="cuda")
-    here = torch.ones(3)
     there.copy_(here, non_blocking=True)
     here.zero_()
     with pytest.raises(AssertionError, match="before the device had read it"):
         torch.cuda.synchronize()
 
 
-def test_each_device_has_its_own_random_numbers():
-    torch.manual_seed(0)
-    drawn = torch.rand(3), torch.rand(3, device="cuda")
-    torch.cuda.manual_seed_all(0)
-    torch.rand(3)
-    assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn[1].cpu())
-
-
-def test_graphs_do_again_what_was_captured():
+def test_graphs_repeat_captured_operators():
     there = torch.ones(3, device="cuda")
     out = torch.zeros(3, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -141,7 +126,7 @@ def test_graphs_do_again_what_was_captured():
         graph.capture_end()
 
 
-def test_memory_whose_graphs_are_gone_takes_no_capture(device):
+def test_memory_pools_without_graphs_refuse_captures(device):
     memory = torch.cuda.graph_pool_handle()
     out = torch.zeros(3, device="cuda")
 
@@ -152,15 +137,14 @@ def test_memory_whose_graphs_are_gone_takes_no_capture(device):
         graph.capture_end()
         return graph
 
-    kept = [captured()]
-    kept.append(captured())
+    kept = [captured(), captured()]
     assert device.users[memory] == 2
     kept.clear()
     with pytest.raises(RuntimeError, match="use_count > 0"):
         captured()
 
 
-def test_a_capture_is_broken_by_what_other_threads_do_to_the_device():
+def test_captures_are_broken_by_calls_of_other_threads():
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
     with ThreadPoolExecutor(1) as other:
@@ -173,10 +157,10 @@ def test_a_capture_is_broken_by_what_other_threads_do_to_the_device():
         torch.rand(3, device="cuda")
 
 
-# ---- the engine on it
+# ---- the engine on the stand-in
 
 
-def test_sdpa_makes_no_plans_for_each_shape(monkeypatch):
+def test_packed_forwards_on_cuda_disable_cudnn_attention(monkeypatch):
     enabled = list[bool]()
     plain = torch.nn.functional.scaled_dot_product_attention
 
@@ -195,78 +179,41 @@ def test_sdpa_makes_no_plans_for_each_shape(monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "options"),
-    [
-        pytest.param("gemma3", torch.float16, GREEDY, marks=pytest.mark.nightly),
-        pytest.param(
-            "gpt2", torch.bfloat16, SAMPLED | dict(seed=5, top_p=0.9), marks=pytest.mark.nightly
-        ),
-    ],
-)
-def test_self_is_always_the_same(family, dtype, options, monkeypatch):
-    """By Triton's interpreter, which is slow."""
-    monkeypatch.setattr(exact_trial, "PROMPTS", (61, 3))
-    monkeypatch.setattr(exact_trial, "DEPTH", 4)
-    model, draft = (
-        on_cuda(tiny_model(family), dtype),
-        on_cuda(tiny_model(family, noise=0.03), dtype),
-    )
-    prompts = ragged_texts(5)
-    long = [token for prompt in prompts for token in prompt][:61]
-    cuda_tests.check_self(model, draft, [prompts[0], long], max_new_tokens=5, **options)
-
-
-def test_self_is_the_same_for_a_few_tokens(monkeypatch):
+def test_exact_self_is_independent_of_the_batch(monkeypatch):
     monkeypatch.setattr(exact_trial, "PROMPTS", (3, 2))
     monkeypatch.setattr(exact_trial, "DEPTH", 1)
     models = [on_cuda(tiny_model("llama", noise=noise), torch.bfloat16) for noise in (0.0, 0.03)]
     for model in models:  # one layer: the interpreter is slow
         del model.model.layers[1:]
         model.config.num_hidden_layers = 1
-    cuda_tests.check_self(*models, [[5, 6, 7, 8, 9], [17, 4]], max_new_tokens=3, **GREEDY)
+    check_self(*models, [[5, 6, 7, 8, 9], [17, 4]], max_new_tokens=3, **GREEDY)
 
 
-def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch):
-    half = on_cuda(tiny_model("llama"), torch.bfloat16)
-    full = on_cuda(tiny_model("llama"))
-    for model, own, match in (
-        (
-            half,
-            dict(exact="bits"),
-            r'exact="bits" is not available for Llama.*: stock\'s bits on CUDA',
-        ),
-        (
-            full,
-            dict(exact="self"),
-            r"Triton's attention is not available \(the kernel does not compute in torch.fl",
-        ),
-        (half, dict(exact="self", attention="sdpa"), "attention='sdpa'"),
-    ):
-        with pytest.raises(UnsupportedOptionError, match=match):
-            SLOSpecGenerator(model, config=SLOSpecConfig(**own))
+def test_models_that_cannot_be_exact_are_refused(monkeypatch):
+    config = SLOSpecConfig(exact="self")
+    match = r"Triton's attention is not available \(the kernel does not compute in torch.fl"
+    with pytest.raises(UnsupportedOptionError, match=match):
+        SLOSpecGenerator(on_cuda(tiny_model("llama")), config=config)
     monkeypatch.setattr(exact_trial, "PROMPTS", (9, 2))
     monkeypatch.setattr(exact_trial, "DEPTH", 3)  # rows of both trees: more than 16
     monkeypatch.setattr(exact_on_cuda, "_product", lambda rows, weight, _: products(rows, weight))
-    with pytest.raises(
-        UnsupportedModelError, match=r'exact="self" cannot be had of LlamaForCausalLM in torch.bf'
-    ):
-        SLOSpecGenerator(half, config=SLOSpecConfig(exact="self"))
+    match = r'exact="self" cannot be had of LlamaForCausalLM in torch.bf'
+    with pytest.raises(UnsupportedModelError, match=match):
+        SLOSpecGenerator(on_cuda(tiny_model("llama"), torch.bfloat16), config=config)
 
 
 def test_means_of_a_row_are_the_same_beside_others():
     states = torch.randn(3, 70, 40, device=CUDA)
+
+    def means(states):
+        return states.mean(-1, keepdim=True), states.mean(dim=-1), states.mean(0), states.mean()
+
     with overridden(torch.nn.Module(), InvariantProducts()).in_force():
-        means = (
-            states.mean(-1, keepdim=True),
-            torch.mean(states, dim=-1),
-            states.mean(0),
-            states.mean(),
-        )
-        assert torch.equal(states[1:2, 7:8].mean(-1), means[1][1:2, 7:8])
-    expected = states.mean(-1, keepdim=True), states.mean(-1), states.mean(0), states.mean()
-    for found, right in zip(means, expected, strict=True):
-        torch.testing.assert_close(found.cpu(), right.cpu())
+        found = means(states)
+        assert torch.equal(states[1:2, 7:8].mean(-1), found[1][1:2, 7:8])
+        assert torch.equal(torch.mean(states, -1), found[1])
+    for ours, plain in zip(found, means(states), strict=True):
+        torch.testing.assert_close(ours.cpu(), plain.cpu())
 
 
 def products(rows, weight):
@@ -276,7 +223,7 @@ def products(rows, weight):
     return sum((part @ other.T).to(rows.dtype) for part, other in pairs)
 
 
-def test_running_sums_of_one_row_are_those_of_two():
+def test_running_sums_of_one_row_have_the_bits_of_several():
     seen = list[tuple[int, ...]]()
 
     class Watch(TorchFunctionMode):
@@ -297,11 +244,8 @@ def test_running_sums_of_one_row_are_those_of_two():
     assert seen == [(2, 50), (2, 50), (3, 50), (50,)]
 
 
-@pytest.fixture
-def waits(device, monkeypatch):
-    """How often drafting and verifying had the host wait, and how often there was drafting and
-    verifying.
-    """
+def test_a_step_makes_the_host_wait_twice(device, monkeypatch):
+    """Once for the drafted trees and once for the chosen tokens, however many rows there are."""
     found = Counter[str]()
 
     def count(cls, name):
@@ -317,58 +261,29 @@ def waits(device, monkeypatch):
 
     count(AssistantDrafter, "draft")
     count(PackedTarget, "verify")
-    return found
-
-
-def assert_one_wait_each(waits):
-    assert waits["calls to draft"] > 3
-    assert (
-        waits["waits to draft"] <= waits["calls to draft"]
-        and waits["waits to verify"] == waits["calls to verify"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "attention", "options"),
-    [
-        pytest.param(torch.float32, "sdpa", SAMPLED, marks=pytest.mark.nightly),
-        (torch.bfloat16, "flash", GREEDY),
-        pytest.param(torch.float32, "sdpa", GREEDY, marks=pytest.mark.nightly),
-        pytest.param(torch.bfloat16, "flash", SAMPLED, marks=pytest.mark.nightly),
-    ],
-)
-def test_the_host_waits_twice_a_step(dtype, attention, options, waits):
-    """Once for the drafted trees and once for the chosen tokens, however many rows there are."""
-    model, draft = (
-        on_cuda(tiny_model("llama"), dtype),
-        on_cuda(tiny_model("llama", noise=0.03), dtype),
-    )
-    config = SLOSpecConfig(policy="fixed", attention=attention, cuda_graphs=False)
-    generator = SLOSpecGenerator(model, draft, config=config)
-    generator.generate(**moved(ragged_prompts(4)), **options, max_new_tokens=12)
-    assert_one_wait_each(waits)
+    models = [on_cuda(tiny_model("llama", noise=noise), torch.bfloat16) for noise in (0.0, 0.03)]
+    config = SLOSpecConfig(policy="fixed", attention="flash", cuda_graphs=False)
+    generator = SLOSpecGenerator(*models, config=config)
+    generator.generate(**moved(ragged_prompts(4)), **GREEDY, max_new_tokens=12)
+    assert found["calls to draft"] > 3
+    assert found["waits to draft"] <= found["calls to draft"]
+    assert found["waits to verify"] == found["calls to verify"]
 
 
 def test_the_batcher_replays(kernel, captures):
-    cuda_tests.serve(*quick_or((3, 5), (4, 6)))
+    serve(*quick_or((3, 5), (4, 6)))
     assert captures
 
 
 def test_streams_that_share_a_cache_wait_for_each_other():
     cache = packed_model(on_cuda(tiny_model("llama"))).kv_cache
     cache.reserve({CachedSequence(): 9})
-    default = torch.cuda.current_stream()
-    other = torch.cuda.Stream()
+    streams = torch.cuda.Stream(), torch.cuda.current_stream()
     addresses = {stack.data_ptr() for stack in cache.pool._stacks.values()}
-    with torch.cuda.stream(other):
-        assert (
-            [cache.pool, cache.pool]
-            and other.waited_for == [default]
-            and other.recorded == addresses
-        )
-    assert (
-        [cache.pool, cache.pool] and default.waited_for == [other] and default.recorded == addresses
-    )
+    for stream, before in zip(streams, streams[::-1], strict=True):
+        with torch.cuda.stream(stream):
+            assert cache.pool is cache.pool
+        assert stream.waited_for == [before] and stream.recorded == addresses
 
 
 def test_calls_on_another_stream_beside_the_batcher():
@@ -400,33 +315,19 @@ def test_gpu_check_runs_through(tmp_path, monkeypatch):
         torch, "compile", lambda function, **_: function
     )  # there is no compiler for the stand-in
     path = tmp_path / "result.json"
-    shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
-    sizes = [
-        "--prompt-tokens",
-        "12",
-        "--new-tokens",
-        "4",
-        "--repeats",
-        "1",
-        "--budget-s",
-        "3600",
-        "--json",
-        str(path),
-    ]
-    result = CliRunner().invoke(app, [*shapes, *sizes, "--profile"])
+    options = (
+        "--shapes tiny --identity-shape tiny --batches 1 --skip-tests --profile --prompt-tokens 12"
+        " --new-tokens 4 --repeats 1 --budget-s 3600 --json"
+    )
+    result = CliRunner().invoke(app, [*options.split(), str(path)])
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())["results"]
     assert found["environment"]["device"] == "cuda:0"
     outcomes = {(record["dtype"], record["name"]): record["status"] for record in found["identity"]}
-    assert set(outcomes.values()) == {"passed", "refused"}
-    assert [name for name, outcome in outcomes.items() if outcome == "refused"] == [
-        ("float32", "hf_slospec, flash")
-    ]
+    assert outcomes.pop(("float32", "hf_slospec, flash")) == "refused"
+    assert set(outcomes.values()) == {"passed"}
     (cell,) = found["speed"]
-    not_measured = {
-        row["name"]: row["reason"] for row in cell["contestants"] if row["status"] != "measured"
-    }
-    assert not_measured == {}
-    assert [row["compiled"] for row in cell["contestants"] if row["name"] == COMPILED] == [True]
-    assert cell["profile"]["status"] == "measured", cell["profile"]
+    rows = {row["name"]: row for row in cell["contestants"]}
+    assert {row["status"] for row in [*rows.values(), cell["profile"]]} == {"measured"}, rows
+    assert rows[COMPILED]["compiled"]
     assert len(found["floor"]) == 1

@@ -8,6 +8,7 @@ import torch
 from hf_slospec.cuda import flash_kernels as kernel_choice
 from hf_slospec.cuda.flash_kernels import TorchVarlen
 from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.interfaces import Plan
 from tests.support.cuda_tests import on_cuda
 from tests.support.graph_bench import Bench
@@ -27,7 +28,7 @@ DEPTH = 4
 def test_a_draft_level_is_one_replay_and_three_operations(captures, monkeypatch, num_cached, width):
     monkeypatch.setattr(kernel_choice, "KERNELS", (TorchVarlen,))
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16), num_cached)
-    drafter = AssistantDrafter(bench.packed, DEPTH * width, 101)
+    drafter = AssistantDrafter(bench.packed, Room(DEPTH * width, 101))
     plan = Plan(DEPTH, width, min_path_prob=1e-9, min_gain=1e-9, min_confidence=1e-9)
     trees = []
     for _ in range(4):  # the prompts, a forward by each signature, the captures, replays

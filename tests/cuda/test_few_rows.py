@@ -1,6 +1,4 @@
-"""Layers that one kernel computes for few rows, run by Triton's interpreter, against the model's
-own.
-"""
+"""Layers of few rows by one kernel, run by Triton's interpreter, against the model's own layers."""
 
 from __future__ import annotations
 
@@ -16,7 +14,14 @@ from torch import nn
 
 from hf_slospec.cuda import few_rows
 from hf_slospec.cuda import fused_layers as layers
-from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS, gated_product, joint_products
+from hf_slospec.cuda.few_row_kernels import (
+    BLOCK_M,
+    MAX_ROWS,
+    MIN_TILE_ROWS,
+    gated_product,
+    invariant_product,
+    joint_products,
+)
 from hf_slospec.cuda.fused_kernels import GELU_TANH, SILU
 from tests.cuda.parity import assert_same_up_to_rounding, fused_layers, half
 from tests.support.breadth import nightly_but, quick_or
@@ -28,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 JOINT = (nn.Linear, "forward")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _faster(monkeypatch):
     monkeypatch.setattr(layers, "DEVICE", "cpu")
     monkeypatch.setattr(few_rows, "is_faster", lambda *_: True)
@@ -45,17 +50,11 @@ def assert_close(found, expected):
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_by_several_weights(num_rows, inputs, outputs, has_bias):
-    rows, weights = (
-        torch.randn(num_rows, inputs).bfloat16(),
-        [torch.randn(n, inputs).bfloat16() for n in outputs],
-    )
+    rows, *weights = (torch.randn(n, inputs).bfloat16() for n in (num_rows, *outputs))
     biases = [torch.randn(n).bfloat16() if has_bias else None for n in outputs]
-    for out, weight, bias in zip(
-        joint_products(rows, weights, biases), weights, biases, strict=True
-    ):
-        assert_close(
-            out, F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
-        )
+    outs = joint_products(rows, weights, biases)
+    for out, weight, bias in zip(outs, weights, biases, strict=True):
+        assert_close(out, F.linear(rows, weight, bias))
 
 
 @pytest.mark.parametrize("num_rows", [1, 17])
@@ -72,7 +71,32 @@ def test_gated_products(num_rows, activation, function):
     )
 
 
-@pytest.mark.usefixtures("_faster")
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+}  # share of the largest value
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(40, 24), (96, 200)], ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_invariant_products(shape, dtype, is_transposed):
+    outputs, inputs = shape
+    rows, weight = (torch.randn(n, inputs).to(dtype) for n in (BLOCK_M + 9, outputs))
+    bias = torch.randn(outputs).to(dtype)
+    weight = weight.T.contiguous().T if is_transposed else weight
+    for added in (None, bias):
+        together = invariant_product(rows, weight, added)
+        expected = F.linear(rows.float(), weight.float(), None if added is None else added.float())
+        assert together.dtype == dtype and not together.isnan().any()
+        assert (together.float() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+        for begin, end in ((0, 1), (3, 20), (BLOCK_M - 1, BLOCK_M + 2), (BLOCK_M + 8, BLOCK_M + 9)):
+            assert torch.equal(
+                invariant_product(rows[begin:end], weight, added), together[begin:end]
+            )
+
+
 @pytest.mark.parametrize("family", nightly_but(["llama"], ["llama", "qwen2", "qwen3", "gemma3"]))
 def test_models_compute_the_same_up_to_rounding(family):
     model = half(family)
@@ -82,75 +106,104 @@ def test_models_compute_the_same_up_to_rounding(family):
         assert_same_up_to_rounding(model, fused, length)
 
 
-@pytest.mark.usefixtures("_faster")
-def test_one_kernel_for_three_layers_and_one_for_a_gate(monkeypatch):
+def inputs():
+    return torch.arange(3, 9)[None]
+
+
+def test_projections_and_gates_call_no_linear_function(monkeypatch):
     model = half("llama")
     calls = list[str]()
     fused = fused_layers(model)
     plain = nn.functional.linear
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: calls.append("linear") or plain(x, w, b))
     with fused.in_force():
-        model(torch.arange(3, 9)[None])
+        model(inputs())
     num_layers = model.config.num_hidden_layers
     assert len(calls) == 2 * num_layers + 1  # o_proj and down_proj of each layer, and the head
 
 
-@pytest.mark.usefixtures("_faster")
-def test_layers_asked_for_other_states_compute_those():
+def test_calls_that_the_kernel_does_not_take_are_plain(monkeypatch):
     model = half("llama")
     attention = model.model.layers[0].self_attn
     fused = fused_layers(model)
-    states, others = torch.randn(2, 1, 4, 32, dtype=torch.bfloat16)
+    states, others = torch.randn(2, 4, 32, dtype=torch.bfloat16)
+
+    def check(name, *given, **named):
+        layer = getattr(attention, name)
+        (states,) = *given, *named.values()
+        assert_close(layer(*given, **named), F.linear(states, layer.weight))
+
     with fused.in_force():
         attention.q_proj(states)
-        assert attention.k_proj(others).equal(attention.k_proj(others))
-        assert_close(attention.k_proj(others), F.linear(others, attention.k_proj.weight))
-        assert_close(attention.v_proj(states), F.linear(states, attention.v_proj.weight))
-        transposed = torch.randn(1, 32, 4, dtype=torch.bfloat16).transpose(1, 2)
-        assert_close(attention.q_proj(transposed), F.linear(transposed, attention.q_proj.weight))
+        check("k_proj", others)
+        check("k_proj", others)
+        check("v_proj", states)
+        check("q_proj", torch.randn(1, 32, 4, dtype=torch.bfloat16).transpose(1, 2))
+        check("q_proj", input=states)
+        check("q_proj", states[0])
+        check("q_proj", states[:0])
+        assert model.model.layers[0].mlp(states[None, :0]).shape == (1, 0, 32)
+        with pytest.raises(RuntimeError):
+            attention.q_proj(states[:, :30])
+        attention.q_proj(states)
+        states.mul_(3)
+        check("k_proj", states)
+    calls = list[int]()
+    plain = few_rows._joint
+    monkeypatch.setattr(few_rows, "_joint", lambda *given: calls.append(1) or plain(*given))
+    attention = model.model.layers[1].self_attn
+    with fused.in_force():
+        for _ in range(3):  # the other projections are not called with these states
+            check("q_proj", others)
+    assert len(calls) == 1
 
 
-@pytest.mark.usefixtures("_faster")
 def test_hooks_of_joint_and_gated_layers_run():
     model = half("llama")
-    seen = list[str]()
+    own = list[nn.Module]()
+    seen = set[nn.Module]()
     fused = fused_layers(model)
     layer = model.model.layers[0]
-    for module, name in ((layer.self_attn.k_proj, "k"), (layer.mlp.up_proj, "up")):
-        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    hooked = [layer.self_attn.k_proj, layer.mlp.up_proj]
+    for module in hooked:
+        module.register_forward_hook(lambda module, *_: own.append(module))
     with fused.in_force():
-        model(torch.arange(3, 9)[None])
-    assert seen == ["k", "up"]
+        model(inputs())
+        assert own == hooked
+        with nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(module)):
+            model(inputs())
+    assert {layer for layer in model.modules() if isinstance(layer, nn.Linear)} <= seen
 
 
-def _bias_gone(model):
+def remove_biases(model):
     model.model.layers[0].self_attn.k_proj.bias = None
     model.model.layers[1].self_attn.q_proj.bias = None
 
 
-def _bias_with_gaps(model):
+def set_bias_with_gaps(model):
     projection = model.model.layers[0].self_attn.v_proj
     projection.bias = nn.Parameter(torch.randn(2 * len(projection.bias), dtype=torch.bfloat16)[::2])
 
 
-def _own_forward(model):
-    model.model.layers[0].mlp.up_proj.forward = torch.zeros_like
-    model.model.layers[0].mlp.gate_proj.forward = torch.zeros_like
-    model.model.layers[0].mlp.down_proj.forward = torch.zeros_like
+def replace_forwards(model):
+    mlp = model.model.layers[0].mlp
+    for layer in (mlp.up_proj, mlp.gate_proj, mlp.down_proj):
+        layer.forward = torch.zeros_like
 
 
-def _other_layers(model):
+def replace_layers(model):
     for parameter in model.model.layers[1].parameters():
         parameter.data.mul_(1.5)
-    mlp = model.model.layers[0].mlp
-    attention = model.model.layers[0].self_attn
-    mlp.up_proj = nn.Linear(*mlp.up_proj.weight.shape[::-1], dtype=torch.bfloat16)
-    attention.k_proj = nn.Linear(*attention.k_proj.weight.shape[::-1], dtype=torch.bfloat16)
+    layer = model.model.layers[0]
+    for owner, name in ((layer.mlp, "up_proj"), (layer.self_attn, "k_proj")):
+        shape = getattr(owner, name).weight.shape
+        setattr(owner, name, nn.Linear(*shape[::-1], dtype=torch.bfloat16))
 
 
-@pytest.mark.usefixtures("_faster")
-@pytest.mark.parametrize("change", [_bias_gone, _bias_with_gaps, _own_forward, _other_layers])
-def test_changes_count_at_once(change):
+@pytest.mark.parametrize(
+    "change", [remove_biases, set_bias_with_gaps, replace_forwards, replace_layers]
+)
+def test_changes_of_layers_take_effect_at_once(change):
     model = half("qwen2")
     fused = fused_layers(model)
     change(model)
@@ -158,57 +211,6 @@ def test_changes_count_at_once(change):
         assert_same_up_to_rounding(model, fused)
 
 
-@pytest.mark.usefixtures("_faster")
-def test_global_hooks_see_gated_layers():
-    model = half("llama")
-    seen = set[int]()
-    fused = fused_layers(model)
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(id(module)))
-    try:
-        with fused.in_force():
-            model(torch.arange(3, 9)[None])
-    finally:
-        handle.remove()
-    assert {id(layer) for layer in model.modules() if isinstance(layer, nn.Linear)} <= seen
-
-
-@pytest.mark.usefixtures("_faster")
-def test_calls_of_other_forms():
-    model = half("llama")
-    attention, mlp, fused = (
-        model.model.layers[0].self_attn,
-        model.model.layers[0].mlp,
-        fused_layers(model),
-    )
-    states = torch.randn(4, 32, dtype=torch.bfloat16)
-    with fused.in_force():
-        assert_close(attention.q_proj(input=states), F.linear(states, attention.q_proj.weight))
-        assert mlp(states[None, :0]).shape == (1, 0, 32)
-        assert attention.q_proj(states[:0]).shape == (0, 32)
-        assert_close(attention.q_proj(states[0]), F.linear(states[0], attention.q_proj.weight))
-        with pytest.raises(RuntimeError):
-            attention.q_proj(states[:, :30])
-        attention.q_proj(states)
-        states.mul_(3)
-        assert_close(attention.k_proj(states), F.linear(states, attention.k_proj.weight))
-
-
-@pytest.mark.usefixtures("_faster")
-def test_projections_that_are_not_all_called_become_separate(monkeypatch):
-    model = half("llama")
-    calls = list[int]()
-    attention = model.model.layers[0].self_attn
-    fused = fused_layers(model)
-    plain = few_rows._joint
-    monkeypatch.setattr(few_rows, "_joint", lambda *given: calls.append(1) or plain(*given))
-    states = torch.randn(1, 4, 32, dtype=torch.bfloat16)
-    with fused.in_force():
-        for _ in range(3):
-            assert_close(attention.q_proj(states), F.linear(states, attention.q_proj.weight))
-    assert len(calls) == 1
-
-
-@pytest.mark.usefixtures("_faster")
 def test_replaced_layers_are_freed():
     model = half("llama")
     fused = fused_layers(model)
@@ -219,8 +221,7 @@ def test_replaced_layers_are_freed():
     assert old() is None and JOINT in fused.attributes
 
 
-@pytest.mark.usefixtures("_faster")
-def test_compilers_of_other_threads_see_torchs_own_layers():
+def test_compiled_code_runs_torchs_own_layers():
     fused = fused_layers(half("llama"))
     layer = nn.Linear(4, 3)
     states = torch.randn(2, 4)
@@ -229,23 +230,17 @@ def test_compilers_of_other_threads_see_torchs_own_layers():
         torch.testing.assert_close(compiled(states), F.linear(states, layer.weight, layer.bias))
 
 
-def test_without_a_gain_layers_stay_separate(monkeypatch):
-    monkeypatch.setattr(layers, "DEVICE", "cpu")
+def test_layers_that_one_kernel_cannot_speed_up_stay_separate(monkeypatch):
+    model = half("llama")
+    for layer in model.model.layers:
+        layer.self_attn.v_proj = nn.Sequential(layer.self_attn.v_proj)
+    assert JOINT not in fused_layers(model).attributes
     for answer in (lambda *_: False, lambda *_: 1 // 0):  # slower, or it fails
         monkeypatch.setattr(few_rows, "is_faster", answer)
         assert JOINT not in fused_layers(half("llama")).attributes
 
 
-@pytest.mark.usefixtures("_faster")
-def test_projections_of_other_classes_stay_separate():
-    model = half("llama")
-    for layer in model.model.layers:
-        layer.self_attn.v_proj = nn.Sequential(layer.self_attn.v_proj)
-    assert JOINT not in fused_layers(model).attributes
-
-
-@pytest.mark.usefixtures("_faster")
-def test_a_gated_layer_whose_output_is_zero_is_fused():
+def test_gated_layers_whose_output_is_zero_are_fused():
     """As those are that an inflated model has added."""
     model = half("llama")
     for layer in model.model.layers:

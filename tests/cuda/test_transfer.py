@@ -1,48 +1,28 @@
-"""Signatures of forwards, and copies to the device."""
+"""Signatures of forwards, copies to the device, and waits for it."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from hf_slospec.cuda.captured import padded
-from hf_slospec.cuda.flash import pack
-from hf_slospec.model.inputs import ForwardInputs
-from hf_slospec.model.transfer import DeviceCopy, flattened, tensors_in
-from tests.support.graph_bench import CPU, TREES, Bench, tree
+from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.engine.interfaces import Plan
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.transfer import (
+    DeferredFlags,
+    DeviceCopy,
+    HostSyncError,
+    SyncGuard,
+    flattened,
+    tensors_in,
+)
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from tests.support.graph_bench import CPU
 from tests.support.toys.tiny_models import tiny_model
 
 
-def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_another(tapes):
-    bench = Bench(tiny_model("gemma3"))
-    plans = bench.packed.eager.find_plans()
-
-    def inputs(trees=TREES):
-        pairs = zip(bench.requests, trees, strict=True)
-        parts = [
-            bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents))
-            for r, parents in pairs
-        ]
-        pool = bench.sequences.cache.pool
-        larger = padded(parts, torch.arange(5), pool)
-        assert larger is not None
-        return ForwardInputs(pool, *larger, is_padded=True).tensors(plans)
-
-    first = inputs()
-    assert (
-        any(key[0] is pack and key[2] is not None for key in first.plans)
-        and len(tensors_in(first)) > 10
-    )
-    assert flattened(inputs([(-1, 0, 1, 1, 2), (-1,), (-1, 0, 0)]))[1] == flattened(first)[1]
-    assert flattened(inputs([(-1, *range(12)), (-1,), (-1,)]))[1] != flattened(first)[1]
-    bench.grow(3)
-    later = inputs()
-    assert flattened(later)[1] == flattened(first)[1]
-    assert any(
-        not torch.equal(a, b) for a, b in zip(tensors_in(later), tensors_in(first), strict=True)
-    )
-
-
-def test_whatever_the_host_reads_is_in_the_signature():
+def test_values_that_the_host_reads_are_in_the_signature():
     def made(**changes):
         values = dict(a=torch.ones(2, 3), n=4, none=None, items=[torch.ones(1)], key=7) | changes
         return {values.pop("key"): values}
@@ -57,7 +37,7 @@ def test_whatever_the_host_reads_is_in_the_signature():
         assert flattened(made(**changes))[1] != first, changes
 
 
-def test_a_parcel_holds_what_is_put_in():
+def test_device_copies_hold_the_values_last_filled_in():
     def made(start):
         ranges = [torch.arange(start, start + n) for n in (3, 0, 5)]
         return {
@@ -66,9 +46,45 @@ def test_a_parcel_holds_what_is_put_in():
             "c": 1,
         }
 
-    parcel = DeviceCopy(made(0), CPU)
+    copy = DeviceCopy(made(0), CPU)
     for start in (3, 9):
-        parcel.fill(tensors_in(made(start)))
-        assert flattened(parcel.content)[1] == flattened(made(start))[1]
-        for found, right in zip(tensors_in(parcel.content), tensors_in(made(start)), strict=True):
+        copy.fill(tensors_in(made(start)))
+        assert flattened(copy.content)[1] == flattened(made(start))[1]
+        for found, right in zip(tensors_in(copy.content), tensors_in(made(start)), strict=True):
             assert torch.equal(found, right)
+
+
+def test_operators_that_make_the_host_wait_raise():
+    x = torch.ones(3)
+    for reads in (
+        lambda: x.sum().item(), lambda: bool((x > 0).any()), lambda: x.nonzero(), lambda: x[x > 0],
+        lambda: x.masked_select(x > 0), lambda: x.repeat_interleave(x.long()), lambda: x.unique(),
+        lambda: torch.where(x > 0), lambda: x.to("meta"),
+    ):  # fmt: skip
+        with SyncGuard(), pytest.raises(HostSyncError):
+            reads()
+    with SyncGuard():
+        assert x[torch.tensor([0])].shape == x.index_put((torch.tensor([0]),), x[:1])[:1].shape
+
+
+def test_drafting_with_late_answers_ends_a_level_later(monkeypatch):
+    answers = DeferredFlags(CPU)
+    asked = [False, True, False]
+    assert [answers.next(torch.tensor(answer)) for answer in asked] == asked
+    requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
+
+    def drafted():
+        drafter = AssistantDrafter(PackedModel(tiny_model("llama")), 8, 101)
+        return drafter.draft(requests, Plan(8, 1, min_path_prob=0.0, min_gain=0.3))
+
+    at_once = drafted()
+    monkeypatch.setattr("hf_slospec.drafters.beam.DeferredFlags", Late)
+    for early, late in zip(at_once, drafted(), strict=True):
+        assert late.max_depth == early.max_depth + 1 < 8
+        assert late.up_to(early.max_depth).tokens.tolist() == early.tokens.tolist()
+
+
+class Late(DeferredFlags):
+    def __init__(self, device):
+        super().__init__(device)
+        self.lag = 1

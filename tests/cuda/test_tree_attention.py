@@ -37,13 +37,8 @@ def check(  # type: ignore[no-untyped-def]
     made.row.is_padded = is_padded
     query = torch.randn(num_heads, len(made.tokens), key_dim, dtype=dtype)
     sinks = torch.randn(num_heads) if has_sinks else None
-    kind = (
-        window is not None,
-        window is not None or chunk is not None,
-        num_heads // num_kv_heads,
-        by_path,
-    )
-    plan = plan_tree(made.row, *kind)
+    by_position = window is not None or chunk is not None
+    plan = plan_tree(made.row, window is not None, by_position, num_heads // num_kv_heads, by_path)
     rules = AttentionRules(key_dim**-0.5, window, softcap, sinks, chunk)
     out = (kernel or tree_kernels.tree_attention)(query, made.keys, made.values, plan, rules)
     assert out.dtype == dtype
@@ -53,38 +48,32 @@ def check(  # type: ignore[no-untyped-def]
 
 @pytest.fixture(params=[1, 3], ids=["whole", "split"])
 def num_splits(request, monkeypatch):
-    """Parts into which the kernel divides the keys of a sequence."""
+    """Set the number of parts into which the kernel divides the keys of a sequence."""
     monkeypatch.setattr(tree_kernels, "ENOUGH_PROGRAMS", 10**6)
     monkeypatch.setattr(tree_kernels, "MAX_SPLITS", request.param)
-    return int(request.param)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_option(num_splits, options):
-    check(SPANS, SHAPES[0], torch.float32, **options)
+CASES = {
+    **{name: (SPANS, SHAPES[0], torch.float32, options) for name, options in OPTIONS.items()},
+    "groups of three": (SPANS[:2], SHAPES[1], torch.float32, {}),
+    "heads of 8": (SPANS[:2], SHAPES[2], torch.float32, {}),
+    "bf16": (SPANS[:2], SHAPES[0], torch.bfloat16, dict(has_sinks=True)),
+    "fp16": (SPANS[:2], SHAPES[0], torch.float16, dict(has_sinks=True)),
+    "padded": (SPANS, SHAPES[0], torch.float32, dict(is_padded=True, window=6)),
+    "several tiles": ([(5, 40, ROOT), (0, 1, BRANCHING)], SHAPES[0], torch.float32, {}),
+}
 
 
-@pytest.mark.parametrize("heads", SHAPES[1:], ids=str)
-def test_heads_of_all_sizes(num_splits, heads):
-    check(SPANS[:2], heads, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(num_splits, dtype):
-    check(SPANS[:2], SHAPES[0], dtype, has_sinks=True)
-
-
-def test_a_padded_plan(num_splits):
-    check(SPANS, SHAPES[0], torch.float32, is_padded=True, window=6)
-
-
-def test_long_chains_in_several_tiles(num_splits):
-    check([(5, 40, ROOT), (0, 1, BRANCHING)], SHAPES[0], torch.float32)
+@pytest.mark.usefixtures("num_splits")
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_equals_attention_of_every_token_alone(name):
+    *case, options = CASES[name]
+    check(*case, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_the_stand_in_of_other_tests_computes_the_same(heads, options):
+def test_the_stand_in_equals_attention_of_every_token_alone(heads, options):
     check(SPANS, heads, torch.float32, kernel=tree_attention_stand_in, **options)
 
 
@@ -99,18 +88,7 @@ def test_sizes_of_a_padded_plan_do_not_depend_on_lengths():
     assert plans[0].mask.shape[1] == MIN_WIDTH
 
 
-def test_tiles_hold_every_token_once():
-    made = case([(5, 40, ROOT), (0, 1, BRANCHING), (9, 3, CHAIN)], 2, 8, 8)
-    for is_padded in (False, True):
-        made.row.is_padded = is_padded
-        plan = plan_tree(made.row, False, False, 2)
-        tokens = [
-            first + i for _, _, _, first, count, *_ in plan.tiles.tolist() for i in range(count)
-        ]
-        assert tokens == list(range(len(made.tokens)))
-
-
-def test_refused_by_name_without_cuda():
+def test_triton_is_refused_without_cuda():
     with pytest.raises(
         UnsupportedOptionError, match=r'attention="triton" is not available: .* needs a CUDA device'
     ):
@@ -141,7 +119,7 @@ PATHS = [
         (SHAPES[0], dict(window=1, has_sinks=True)),
     ],
 )
-def test_paths_are_what_masks_are(heads, options):
+def test_paths_equal_masks(heads, options):
     check(PATHS, heads, torch.float32, by_path=True, **options)
 
 
@@ -170,26 +148,14 @@ def test_bits_depend_on_the_path_only(dtype, groups, options):
 
     together = attended(made.row.spans, query, made.keys, made.values)
     for index in (0, 3, 4, 6, 7, 12, 14, 68, 70, 71, 74, 75):
-        token = made.tokens[index]
-        keys, values = (
-            made.keys[token.slots],
-            made.values[token.slots],
-        )  # as if the path had been committed
-        length = len(token.slots) - 1
-        span = Span(
-            CachedSequence(0, length + 1, length),
-            0,
-            1,
-            torch.ones(1, 1).bool(),
-            torch.tensor([length]),
-        )
-        assert torch.equal(
-            attended([span], query[:, index : index + 1], keys, values)[0], together[index]
-        )
-        span.is_chain = True
-        assert torch.equal(
-            attended([span], query[:, index : index + 1], keys, values)[0], together[index]
-        )
+        slots = made.tokens[index].slots
+        length = len(slots) - 1
+        sequence = CachedSequence(0, length + 1, length)  # as if the path had been committed
+        for is_chain in (False, True):
+            span = Span(sequence, 0, 1, torch.ones(1, 1).bool(), torch.tensor([length]), is_chain)
+            own = query[:, index : index + 1]
+            alone = attended([span], own, made.keys[slots], made.values[slots])
+            assert torch.equal(alone[0], together[index])
 
 
 def test_paths_beyond_the_kernel_are_refused():

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -71,8 +70,8 @@ class Visit:
         self.context = context
         self.page = context.new_page()
         self.page.set_default_timeout(WAIT_MS)
-        self.errors: list[str] = []
-        self.outside: list[str] = []
+        self.errors = []
+        self.outside = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self._note(request.url, url))
         self.page.goto(url)
@@ -110,7 +109,7 @@ class Visit:
 
 @pytest.fixture
 def visit(browser, desktop, served):
-    visits: list[Visit] = []
+    visits = []
 
     def begin(**options):
         context = browser.new_context(**options) if options else desktop
@@ -187,7 +186,7 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(visit, served):
 
     page = visit()
     page.writes("#user-0")
-    engine: Any = served[0].generator.generator._service._engine()
+    engine = served[0].generator.generator._service._engine()
     engine.target.verify = fails
     failed = page.page.locator(".user:has(.error)").first  # it served several in that step
     sync_api.expect(failed.locator(".error")).to_have_text(
@@ -220,7 +219,7 @@ def test_with_a_password_nobody_else_comes_in(browser, served):
     sessions = served[0]
     closed = Page(
         sessions, {"x": (None, sessions.refresh("x").simulated[0].user_request)}, 100, ""
-    ).build()  # type: ignore[dict-item, union-attr]
+    ).build()
     url = launch(closed, options)
     try:
         visit = Visit(browser.new_context(viewport=DESKTOP), url)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -180,9 +178,9 @@ class TestDemoSessions:
         assert view.num_judged == 1
         assert scene.counts == (view.num_attained, 1)
         assert "".join(piece.text for piece in view.pieces)
-        assert view.metrics is not None and view.metrics.tokens == 12
+        assert view.metrics.tokens == 12
         assert at(sessions.refresh("a"), place).state == "finished"  # it reads what it got
-        sessions.clock.ahead_s += PAUSE_S  # type: ignore[attr-defined]
+        sessions.clock.ahead_s += PAUSE_S
         until(sessions, lambda scene: at(scene, place).num_judged == 2)
 
     def test_stop_change_and_remove(self, sessions):
@@ -222,7 +220,7 @@ class TestDemoSessions:
             sessions,
             lambda scene: scene.visitor and scene.visitor.pieces and scene.other_visitors[0].pieces,
         )
-        assert scene.visitor is not None and scene.visitor.user_request is LONG
+        assert scene.visitor.user_request is LONG
         _, own, others = cards.cards(scene)
         assert 'class="text"' in own and 'class="text"' not in others
         assert "def f(x):" in own and "def f(x):" not in others
@@ -240,7 +238,7 @@ class TestDemoSessions:
         sessions.refresh("b")
         sessions.ask("b", LONG)
         assert sessions.refresh("a").other_visitors
-        sessions.clock.ahead_s += VISITOR_TIMEOUT_S + 1  # type: ignore[attr-defined]
+        sessions.clock.ahead_s += VISITOR_TIMEOUT_S + 1
         assert not sessions.refresh("a").other_visitors
 
     def test_the_policy_changes_under_running_streams(self, sessions):
@@ -264,7 +262,7 @@ class TestDemoSessions:
         with pytest.raises(InvalidInputError, match="limit"):
             sessions.ask("a", request)
         own = sessions.refresh("a").visitor
-        assert own is not None and own.state == "failed"
+        assert own.state == "failed"
         assert "limit" in cards.cards(sessions.refresh("a"))[1]
         sessions.ask("a", SHORT)
         until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
@@ -272,7 +270,7 @@ class TestDemoSessions:
     def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(self, sessions):
         place = sessions.add(PERSONAS[0], LONG)
         until(sessions, lambda scene: at(scene, place).pieces)
-        engine: Any = sessions.generator.generator._service._engine()  # type: ignore[attr-defined]
+        engine = sessions.generator.generator._service._engine()
         engine.target.verify = _fails
         scene = until(sessions, lambda scene: at(scene, place).state == "failed")
         assert at(scene, place).error == "the accelerator fell off"
@@ -283,7 +281,7 @@ class TestDemoSessions:
     def test_a_stopped_engine_is_started_by_the_next_request(self, sessions):
         sessions.generator.stop()
         with pytest.raises(NotRunningError):
-            sessions.generator.generator.submit("x")  # type: ignore[attr-defined]
+            sessions.generator.generator.submit("x")
         sessions.ask("a", SHORT)
         until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
 
@@ -295,8 +293,7 @@ def _fails(*_):
 class TestCards:
     def test_everything_written_is_escaped(self, sessions):
         sessions.ask("a", SHORT.model_copy(update={"prompt": "<b>"}))
-        scene = until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
-        assert scene.visitor is not None
+        until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
         text = cards._text([TextPiece("<script>", True), TextPiece("&", False)], True)
         assert "<script>" not in text
         assert '<span class="d">&lt;script&gt;</span>&amp;' in text
@@ -362,14 +359,3 @@ def test_other_machines_need_a_password(options, environment, said, monkeypatch)
     monkeypatch.setattr(serve, "demo_generator", None)  # nothing is loaded
     result = CliRunner(env=environment | {"COLUMNS": "300"}).invoke(app, ["demo", *options])
     assert result.exit_code == 2 and said in result.output
-
-
-def test_the_command_says_that_gradio_is_missing(monkeypatch):
-    """Nothing is loaded before."""
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    result = CliRunner().invoke(app, ["demo", "--size", "tiny"])
-    assert result.exit_code == 1, result.output
-    assert (
-        "the demo needs gradio; install with: pip install" in result.output
-        and "[demo]" in result.output
-    )

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.level import extend_beam
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.lab.policies.optimal import optimal_nodes
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
@@ -102,7 +104,7 @@ def test_requests_leave_the_beam_once_they_are_unsure():
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
     def trees(min_confidence, width=1):
-        drafter = AssistantDrafter(packed_model(draft, "sdpa"), 8 * width, 101)
+        drafter = AssistantDrafter(packed_model(draft, "sdpa"), Room(8 * width, 101))
         return drafter.draft(requests, Plan(8, width, min_confidence=min_confidence))
 
     whole = trees(0.0)
@@ -142,7 +144,7 @@ def test_every_request_is_drafted_for_as_deep_as_it_is_worth_and_no_deeper(
         5, 2, 0.02, min_gain, min_request_gain=request_gain,
         depths=dict(zip(requests, levels, strict=True)), weights=dict(zip(requests, weights, strict=True)),
     )  # fmt: skip
-    whole = AssistantDrafter(packed_model(DRAFT, "sdpa"), 10, 101).draft(requests, Plan(5, 2))
+    whole = AssistantDrafter(packed_model(DRAFT, "sdpa"), Room(10, 101)).draft(requests, Plan(5, 2))
     gains = np.array([worthwhile_levels(*pair, plan) for pair in zip(whole, weights, strict=True)])
     goes_on = np.ones(3, dtype=np.bool_)
     depths = np.zeros(3, dtype=np.int64)
@@ -150,7 +152,7 @@ def test_every_request_is_drafted_for_as_deep_as_it_is_worth_and_no_deeper(
         depths += goes_on
         goes_on &= (gains[:, depth - 1] > 0.0) & (np.array(levels) > depth)
         goes_on &= gains[goes_on, depth - 1].sum() >= min_gain
-    trees = AssistantDrafter(packed_model(DRAFT, "sdpa"), 10, 101).draft(requests, plan)
+    trees = AssistantDrafter(packed_model(DRAFT, "sdpa"), Room(10, 101)).draft(requests, plan)
     assert [tree.max_depth for tree in trees] == depths.tolist()
     for tree, full in zip(trees, whole, strict=True):
         cut = full.up_to(tree.max_depth)
@@ -171,10 +173,10 @@ def test_requests_leave_where_a_plan_does_not_go_on_with_them():
             seen.setdefault(row, []).append(level)
         return np.array([len(seen[row]) < 3 + row for row in rows.tolist()])
 
-    trees = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(
+    trees = AssistantDrafter(packed_model(model, "sdpa"), Room(16, 101)).draft(
         requests, Plan(8, 2, goes_on=goes_on)
     )
-    whole = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2))
+    whole = AssistantDrafter(packed_model(model, "sdpa"), Room(16, 101)).draft(requests, Plan(8, 2))
     for index, (tree, own) in enumerate(zip(trees, whole, strict=True)):
         assert tree.tokens.tolist() == own.up_to(3 + index).tokens.tolist()
         assert np.concatenate(seen[index]) == pytest.approx(tree.path_probs[1:])
@@ -219,19 +221,6 @@ def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed, vocab,
     narrow = search(table, budget - 1, lambda level: budget - level)
     in_beam = {tuple(path_to(narrow, node)) for node in range(narrow.num_nodes)}
     assert {tuple(path_to(full, node)) for node in optimal(full, budget)[0]} <= in_beam
-
-
-@given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
-@settings(deadline=None, max_examples=60)
-def test_beam_contains_an_optimal_tree_when_paths_tie(seed, vocab, budget):
-    # Which of several equally likely tokens torch.topk keeps is its own affair; what they are worth
-    # is not.
-    table = torch.tensor(
-        np.random.default_rng(seed).integers(0, 2, (vocab, vocab)), dtype=torch.float32
-    )
-    full = search(table, budget - 1, lambda level: vocab**level)
-    narrow = search(table, budget - 1, lambda level: budget - level)
-    assert optimal(narrow, budget)[1].tolist() == optimal(full, budget)[1].tolist()
 
 
 @pytest.mark.parametrize("level", [1, 2, 4])
@@ -285,7 +274,7 @@ def test_beams_hold_the_most_probable_of_the_allowed_paths():
         request.emit(11)
     for request, tree in zip(
         requests,
-        AssistantDrafter(packed_model(model, "sdpa"), 12, 101).draft(requests, plan),
+        AssistantDrafter(packed_model(model, "sdpa"), Room(12, 101)).draft(requests, plan),
         strict=True,
     ):
         layer: list[tuple[list[int], float]] = [([], 0.0)]

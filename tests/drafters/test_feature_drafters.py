@@ -115,32 +115,13 @@ def test_trees_of_a_ragged_batch(setting, monkeypatch):
     assert checks.num_checked > 9 and not checks.num_unready
 
 
-def test_after_steps_without_drafting(setting, monkeypatch):
-    setting.checks.skips = lambda call: call % 4 in (1, 2)
-    with setting.checks.on(monkeypatch) as checks:
-        setting.run()
-    assert checks.num_checked > 5 and not checks.num_unready
-
-
-@pytest.mark.parametrize("waiting", [3, 0])
-def test_more_features_than_may_wait(setting, waiting, monkeypatch):
+@pytest.mark.parametrize("waiting", [features_module.MAX_WAITING, 3, 0])
+def test_features_of_steps_without_drafting_wait(setting, waiting, monkeypatch):
     monkeypatch.setattr(features_module, "MAX_WAITING", waiting)
     setting.checks.skips = lambda call: call % 3 == 1
     with setting.checks.on(monkeypatch) as checks:
         setting.run()
     assert checks.num_checked > 5 and not checks.num_unready
-
-
-def test_chunked_prompts_in_the_batcher(setting, monkeypatch):
-    prompts = prompts_of(3, 40)
-    texts = setting.checks.texts = [setting.text(prompt, 14) for prompt in prompts]
-    with setting.checks.on(monkeypatch) as checks, setting.generator(BATCHED) as generator:
-        handles = [generator.submit(prompt, **OPTIONS) for prompt in prompts]
-        assert [
-            prompt + handle.result(60).token_ids
-            for prompt, handle in zip(prompts, handles, strict=True)
-        ] == texts
-    assert checks.num_checked > 9 and not checks.num_unready
 
 
 def test_after_a_step_that_was_undone(setting, monkeypatch):

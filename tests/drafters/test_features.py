@@ -6,18 +6,14 @@ import itertools
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hf_slospec import (
     Request,
-    RequestParams,
     SLOSpecConfig,
     SLOSpecGenerator,
     TokenTree,
     UnsupportedModelError,
 )
-from hf_slospec.drafters.features import FeatureQueue
-from hf_slospec.model.properties import cache_option
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 LAYERS = (0, 2, 1)
@@ -120,49 +116,7 @@ def test_features_of_chunked_prompts_and_of_preempted_requests():
         )
 
 
-def test_features_begin_behind_a_given_cache():
-    model = tiny_model("llama")
-    reader = Reader()
-    text = torch.randint(3, VOCAB, (1, 30))
-    cache = DynamicCache(config=model.config)
-    model(text[:, :20], **cache_option(cache))
-    SLOSpecGenerator(model, drafter=reader).generate(
-        text, **cache_option(cache), max_new_tokens=6, do_sample=False
-    )
-    (parts,) = reader.features.values()
-    assert parts[0][0] == 20
-
-
 @pytest.mark.parametrize("layers", [(9,), (0, 4)])
 def test_hidden_states_that_the_target_has_not_are_refused(layers):
     with pytest.raises(UnsupportedModelError, match=r"hidden states and the drafter reads number"):
         SLOSpecGenerator(tiny_model("llama"), drafter=Reader(layers))
-
-
-def test_a_queue_leaves_out_what_is_known_and_goes_on_behind_gaps():
-    request = Request(0, RequestParams(list(range(10)), 5))
-    queue = FeatureQueue()
-    rows = torch.arange(20.0)[:, None]
-    queue.add(request, 0, rows[:3])
-    queue.add(request, 1, rows[1:5])
-    assert (
-        queue.num_waiting(request) == 5 and not queue.is_complete(request) and queue.num_bytes > 0
-    )
-    begin, features = queue.take(request)
-    assert (
-        begin == 0
-        and features[:, 0].tolist() == [0, 1, 2, 3, 4]
-        and queue.num_waiting(request) == 0
-    )
-    assert queue.take(request)[0] == 4 and queue.take(request)[1].tolist() == [[4.0]]  # once more
-    queue.add(request, 7, rows[7:9])
-    assert queue.has_gap(request) and queue.is_complete(request)
-    begin, features = queue.take(request)
-    assert begin == 7 and features[:, 0].tolist() == [7, 8]
-    queue.begin_at(request, 4)
-    queue.add(request, 2, rows[2:9])
-    assert queue.take(request)[0] == 4 and not queue.has_gap(request)
-    queue.drop(request)
-    assert (
-        not queue.is_complete(request) and queue.num_waiting(request) == 0 and queue.num_bytes == 0
-    )

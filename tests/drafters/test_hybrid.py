@@ -11,7 +11,8 @@ from hf_slospec.drafters import hybrid
 from hf_slospec.drafters.hybrid import HybridDrafter
 from hf_slospec.drafters.lookup import PromptLookupDrafter
 from hf_slospec.engine.interfaces import Drafter, Plan
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import ROOT, TokenTree
 from tests.support.toys.trees import SEEDS, UNEVEN
 

@@ -8,7 +8,8 @@ import torch
 
 from hf_slospec.drafters.lookup import TRUST, PromptLookupDrafter, continuations
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 
 
 def draft(tokens, depth, width):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hf_slospec.engine.acceptance import (
     Calibration,
     Conditionals,
-    Reliability,
     path_products,
     shifted,
     tried_and_hit,
@@ -167,29 +166,3 @@ def test_calibrated_trees_stay_trees(seed, sizes, conditionals, exponent):
         tree.check()
     assert ((path_probs == 0.0) >= (forest.path_probs == 0.0)).all()
     assert (path_probs[forest.starts] == 1.0).all() and ROOT not in forest.canonical(path_probs)
-
-
-@given(
-    outcomes=st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40),
-    num_calls=st.integers(1, 3),
-)
-@settings(deadline=None)
-def test_reliability_figures(outcomes, num_calls):
-    books = Reliability()
-    for part in range(num_calls):  # any split of the observations gives the same books
-        own = outcomes[part::num_calls]
-        books.observe(np.array([p for p, _ in own]), np.array([float(hit) for _, hit in own]))
-    bins: dict[int, list[float]] = {}
-    for predicted, hit in outcomes:
-        bins.setdefault(min(int(predicted * 10), 9), []).append(predicted - hit)
-    assert books.brier == pytest.approx(
-        np.mean([(predicted - hit) ** 2 for predicted, hit in outcomes])
-    )
-    assert books.ece == pytest.approx(
-        sum(abs(sum(gaps)) for gaps in bins.values()) / len(outcomes), abs=1e-12
-    )
-    assert books.count.sum() == len(outcomes)
-
-
-def test_no_observations_have_no_reliability():
-    assert math.isnan(Reliability().brier) and math.isnan(Reliability().ece)

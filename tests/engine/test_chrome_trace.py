@@ -29,14 +29,9 @@ def events(tmp_path):
     return json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
-def test_every_span_is_complete(events):
-    assert len(events) == len(PHASES) * len(STEPS) + 5
-    for event in events:
-        assert event["ph"] == "X" and event["dur"] >= 0.0
-        assert {"name", "pid", "tid", "ts", "args"} <= set(event)
-
-
 def test_phases_follow_each_other_and_fill_the_step(events):
+    assert len(events) == len(PHASES) * len(STEPS) + 5
+    assert all(event["ph"] == "X" and event["dur"] >= 0.0 for event in events)
     phases = [event for event in events if event["pid"] == "steps"]
     for number, step in enumerate(STEPS):
         own = [event for event in phases if event["args"]["step"] == number]
@@ -75,8 +70,3 @@ def test_every_request_has_a_lane(events):
     counts = [event["args"] for event in events if event["pid"] == "requests"]
     assert sum(count["committed"] for count in counts) == sum(step.committed for step in STEPS)
     assert sum(count["nodes"] for count in counts) == sum(step.nodes for step in STEPS)
-
-
-def test_no_steps_make_an_empty_trace(tmp_path):
-    write_chrome_trace([], str(tmp_path / "trace.json"))
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -65,13 +63,8 @@ def test_a_constant_factor_is_learned_at_all_sizes(factor):
     assert correction(np.array([1, 6, 7, 500, 10**6])) == pytest.approx([factor] * 5, rel=0.02)
 
 
-def test_without_observations_nothing_is_corrected():
-    assert SizeCorrection()(np.array([1, 64])).tolist() == [1.0, 1.0]
-    assert DraftCorrection()(np.array([0.0, 0.5])).tolist() == [0.0, 0.5]
-
-
 def test_a_correction_follows_a_change():
-    factors = [float(observed((8, 1.0, 200), (8, 2.0, count))(8)) for count in (0, 12, 60, 120)]
+    factors = [observed((8, 1.0, 200), (8, 2.0, count))(8) for count in (0, 12, 60, 120)]
     assert factors == sorted(factors)
     assert factors[0] == 1.0
     assert factors[1] > 1.15
@@ -79,18 +72,18 @@ def test_a_correction_follows_a_change():
 
 
 def test_one_pause_moves_the_correction_little():
-    assert float(observed((8, 1.0, 100), (8, 1000.0, 1))(8)) < 1.05
+    assert observed((8, 1.0, 100), (8, 1000.0, 1))(8) < 1.05
     drafts = DraftCorrection()
     for measured_s in [1.0] * 100 + [1000.0]:
         drafts.observe(1.0, measured_s)
-    assert float(drafts(np.array(1.0))) < 1.15
+    assert drafts(np.array(1.0)) < 1.15
 
 
 def test_sizes_keep_factors_of_their_own():
     correction = observed(*[(1, 1.0, 1), (100, 2.0, 1)] * 60)
-    assert float(correction(1)) == pytest.approx(1.0, abs=0.15)
-    assert float(correction(127)) == pytest.approx(2.0, abs=0.25)
-    assert 1.2 < float(correction(2000)) < 1.7  # never observed: between them
+    assert correction(1) == pytest.approx(1.0, abs=0.15)
+    assert correction(127) == pytest.approx(2.0, abs=0.25)
+    assert 1.2 < correction(2000) < 1.7  # never observed: between them
 
 
 def test_a_correction_remembers_a_bounded_number_of_observations():
@@ -143,15 +136,14 @@ def test_the_first_level_processes_the_prompts_that_keep_arriving():
     for _ in range(1000):
         costs.observe(step(phases, nodes=(4, 4), committed=2, prefill=12, levels=1))
     rate = costs.recent.prefill_rate
-    assert rate == pytest.approx(
-        12.0 / phases.total_s, rel=0.05
-    )  # 12 tokens of prompts in every step
+    # 12 tokens of prompts in every step.
+    assert rate == pytest.approx(12.0 / phases.total_s, rel=0.05)
     one = np.array([1])
     verify_s = np.array([9.0])
     for prompt_len in (5.0, 24.0):  # more and fewer than a prompt per step
-        without_s = float(costs.draft_s(2, 1, 1, 20, 4.0))
+        without_s = costs.draft_s(2, 1, 1, 20, 4.0)
         arriving = rate * (without_s + 9.0) / prompt_len  # prompts
-        with_s = float(costs.draft_s(2, 1, 1, 20, 4.0 + max(arriving, 1.0) * prompt_len))
+        with_s = costs.draft_s(2, 1, 1, 20, 4.0 + max(arriving, 1.0) * prompt_len)
         seconds = costs.steady_draft_s(2, one, one, 20, np.array([4.0]), verify_s, prompt_len)
         assert seconds == pytest.approx(without_s + min(arriving, 1.0) * (with_s - without_s))
         assert without_s < seconds <= with_s
@@ -160,7 +152,7 @@ def test_the_first_level_processes_the_prompts_that_keep_arriving():
     together.observe(step(phases))
     assert together.recent.prefill_rate == 0.0
     alone = together.steady_draft_s(2, one, one, 20, np.array([4.0]), verify_s, 256.0)
-    assert float(alone[0]) == pytest.approx(float(together.draft_s(2, 1, 1, 20, 4.0)))
+    assert float(alone[0]) == pytest.approx(together.draft_s(2, 1, 1, 20, 4.0))
 
 
 def test_prompts_count_by_the_time_in_which_they_arrive_not_by_the_tokens_that_others_write_meanwhile():
@@ -184,12 +176,12 @@ def test_draft_costs_add_up_level_by_level(points, factor, num_requests, depth, 
         cost(num_requests, num_requests, 50),
         *[cost(num_requests * width, num_requests, 50)] * (depth - 1),
     ]
-    expected = factor * float(sum(levels[:depth]))
-    assert float(costs.draft_s(num_requests, depth, width, 50)) == pytest.approx(expected)
+    expected = factor * sum(levels[:depth])
+    assert costs.draft_s(num_requests, depth, width, 50) == pytest.approx(expected)
     assert costs.draft_s(num_requests, np.array([depth, 0]), width, 50) == pytest.approx(
         [expected, 0.0]
     )
-    deeper = float(costs.draft_s(num_requests, depth + 1, width, 50))
+    deeper = costs.draft_s(num_requests, depth + 1, width, 50)
     if depth:
         assert costs.level_s(num_requests, width, 50) == pytest.approx(deeper - expected)
 
@@ -200,10 +192,8 @@ def test_draft_costs_add_up_level_by_level(points, factor, num_requests, depth, 
     catch_up=st.integers(1, 99),
 )
 def test_levels_draft_for_fewer_and_fewer_requests(depths, width, catch_up):
-    cost, number = (
-        ForwardCost(LatencyCurve((1, 1001), (0.5, 1.5)), 0.01, 0.001),
-        len(depths),
-    )  # 0.001 s per token
+    cost = ForwardCost(LatencyCurve((1, 1001), (0.5, 1.5)), 0.01, 0.001)
+    number = len(depths)  # 0.001 s per token
     costs = StepCosts(verify=cost, draft_level=cost)
     in_level = [sum(depth > level for depth in depths) for level in range(1, max(depths))]
     expected = cost(catch_up, number, 20 * number) + sum(
@@ -243,18 +233,17 @@ def test_verifying_and_drafting_are_corrected_apart():
     costs = StepCosts(verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1,), (0.5,)))
     for _ in range(60):
         costs.observe(step(PhaseTimes(draft_s=0.6, verify_s=20.0, host_s=4.0), committed=1))
-    assert float(costs.verify_s(8, 2, 20)) == pytest.approx(
-        24.0
-    )  # profiled: 8; select and host time count
-    assert float(costs.draft_s(2, 3, 2, 20)) == pytest.approx(0.6, rel=0.1)  # profiled: 1.5
+    # Profiled: 8; select and host time count.
+    assert costs.verify_s(8, 2, 20) == pytest.approx(24.0)
+    assert costs.draft_s(2, 3, 2, 20) == pytest.approx(0.6, rel=0.1)  # profiled: 1.5
 
 
 def test_steps_without_drafting_or_time_teach_nothing_about_it():
     costs = StepCosts(verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1,), (0.0,)))
     for phases in (PhaseTimes(), PhaseTimes(draft_s=1.0)):
         costs.observe(step(phases))
-    assert float(costs.verify_s(8)) == 8.0
-    assert float(costs.draft_s(2, 3, 2)) == 0.0  # drafting without a model is profiled as free
+    assert costs.verify_s(8) == 8.0
+    assert costs.draft_s(2, 3, 2) == 0.0  # drafting without a model is profiled as free
 
 
 def test_long_stretches_to_catch_up_with_teach_nothing():
@@ -290,12 +279,12 @@ def test_typical_steps_and_their_curve():
     costs.recent.nodes = 4.0
     costs.recent.keys = 10.0
     costs.recent.draft_s = 2.0
-    assert float(costs.step_s(0, 11)) == pytest.approx(2.0)  # prefill alone: no drafting, no keys
+    assert costs.step_s(0, 11) == pytest.approx(2.0)  # prefill alone: no drafting, no keys
     assert costs.step_s(np.array([1, 3])) == pytest.approx([1.3 + 0.1 + 2.0, 2.1 + 1.0 + 0.3 + 2.0])
     costs.recent.requests = 3.0
     curve = costs.step_curve(64)
     assert curve.num_tokens[0] == 1 and curve.num_tokens[-1] == 64
-    assert float(curve(64)) == pytest.approx(7.3 + 1.0 + 0.3, rel=0.05)
+    assert curve(64) == pytest.approx(7.3 + 1.0 + 0.3, rel=0.05)
     assert curve == costs.step_curve(64)  # rounded, so that results for it can be cached
 
 
@@ -303,62 +292,50 @@ def test_typical_steps_and_their_curve():
 def test_a_wrong_profile_is_replaced_by_what_was_seen(wrong):
     right = ForwardCost(LatencyCurve((1, 64), (1.0, 4.0)), 0.1, 0.001)
     draft = of_tokens((1, 64), (0.1, 0.2))
-    replaced: dict[ForwardCost, ForwardCost] = {}
+    replaced = {}
     costs = StepCosts(
         right.scaled([wrong] * 2, wrong), draft.scaled([wrong] * 2, wrong), replaced.__setitem__
     )
     for _ in range(2 * PATIENCE):
-        seconds = float(right(8, 2, 20))
+        seconds = right(8, 2, 20)
         draft_s = float(draft(4, 2, 20) + 2 * draft(4, 2, 20))
         costs.observe(step(PhaseTimes(draft_s=draft_s, verify_s=seconds)))
-    assert float(costs.verify_s(8, 2, 20)) == pytest.approx(float(right(8, 2, 20)), rel=0.05)
-    assert float(costs.verify(8, 2, 20)) == pytest.approx(float(right(8, 2, 20)), rel=0.1)
-    assert float(costs.draft_s(2, 3, 2, 20, 4)) == pytest.approx(draft_s, rel=0.1)
+    assert costs.verify_s(8, 2, 20) == pytest.approx(right(8, 2, 20), rel=0.05)
+    assert costs.verify(8, 2, 20) == pytest.approx(right(8, 2, 20), rel=0.1)
+    assert costs.draft_s(2, 3, 2, 20, 4) == pytest.approx(draft_s, rel=0.1)
     assert set(replaced.values()) == {costs.verify, costs.draft_level}
 
 
 def test_a_profile_that_is_right_within_half_is_kept():
     verify = of_tokens((1, 64), (1.0, 4.0))
-    replaced = list[ForwardCost]()
+    replaced = []
     costs = StepCosts(verify, of_tokens((1,), (0.1,)), lambda old, new: replaced.append(new))
     for index in range(4 * PATIENCE):
         factor = 1.3 if index % 2 else 0.8
-        costs.observe(step(PhaseTimes(0.4, 0.0, factor * float(verify(8)), 0.0)))
+        costs.observe(step(PhaseTimes(0.4, 0.0, factor * verify(8), 0.0)))
     assert not replaced and costs.verify is verify
-
-
-def test_a_busy_hour_heals_in_both_directions():
-    idle = ForwardCost(LatencyCurve((1, 64), (1.0, 4.0)))
-    costs = StepCosts(idle, of_tokens((1,), (0.0,)))
-    for factor in (3.0, 1.0):
-        for _ in range(2 * PATIENCE):
-            costs.observe(step(PhaseTimes(verify_s=factor * float(idle(8))), levels=0))
-        assert float(costs.verify_s(8)) == pytest.approx(factor * float(idle(8)), rel=0.05)
-    assert math.isclose(float(costs.verify(8)), float(idle(8)), rel_tol=0.15)
 
 
 def test_a_constant_cost_of_drafting_does_not_replace_the_profile():
     draft = of_tokens((1, 64), (0.001, 0.002))
-    replaced = list[ForwardCost]()
+    replaced = []
     costs = StepCosts(of_tokens((1, 64), (1.0, 4.0)), draft, lambda old, new: replaced.append(new))
     for index in range(3 * PATIENCE):
         levels = 1 + index % 4
-        profiled_s = levels * float(draft(4, 2, 20))
+        profiled_s = levels * draft(4, 2, 20)
         costs.observe(
             step(
-                PhaseTimes(draft_s=0.005 + profiled_s, verify_s=float(costs.verify(8))),
+                PhaseTimes(draft_s=0.005 + profiled_s, verify_s=costs.verify(8)),
                 levels=levels,
             )
         )
     assert not replaced and costs.draft_level is draft
-    assert float(costs.draft_s(2, 1, 2, 20, 4)) == pytest.approx(
-        0.005 + float(draft(4, 2, 20)), rel=0.1
-    )
+    assert costs.draft_s(2, 1, 2, 20, 4) == pytest.approx(0.005 + draft(4, 2, 20), rel=0.1)
 
 
 def test_engines_beside_each_other_share_corrections_and_not_their_recent_steps():
     costs = StepCosts(of_tokens((1, 64), (1.0, 4.0)), of_tokens((1,), (0.0,)))
     own = costs.for_own_engine()
-    own.observe(step(PhaseTimes(verify_s=2.0 * float(costs.verify(8))), committed=5))
+    own.observe(step(PhaseTimes(verify_s=2.0 * costs.verify(8)), committed=5))
     assert own.recent.tokens > costs.recent.tokens == 1.0
-    assert float(own.verify_s(8)) == float(costs.verify_s(8)) > float(costs.verify(8))
+    assert own.verify_s(8) == costs.verify_s(8) > costs.verify(8)

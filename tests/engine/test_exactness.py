@@ -135,18 +135,14 @@ def test_every_request_gets_what_plain_decoding_gives(
     for step in toy.steps:
         if policy_name in ("auto", "adaserve"):
             assert sum(tree.num_nodes for _, tree, _ in step) <= max(policy.budget, len(step))
-        assert all(
-            tree.max_depth < num_left for _, tree, num_left in step
-        )  # deeper nodes could not be committed
+        # Deeper nodes could not be committed.
+        assert all(tree.max_depth < num_left for _, tree, num_left in step)
     for request in requests:
-        metrics, own = (
-            request.metrics(),
-            [tree for step in toy.steps for r, tree, _ in step if r is request],
-        )
+        metrics = request.metrics()
+        own = [tree for step in toy.steps for r, tree, _ in step if r is request]
         assert metrics.tokens == len(request.tokens) - request.prompt_len
-        assert (
-            metrics.tokens == 1 + metrics.steps + metrics.accepted
-        )  # also when the request stops inside a walk
+        # Also when the request stops inside a walk.
+        assert metrics.tokens == 1 + metrics.steps + metrics.accepted
         assert metrics.steps == len(own) - 1  # the prefill is no step
         assert metrics.drafted == sum(tree.num_nodes - 1 for tree in own) >= metrics.accepted
     check_events(events, requests)

@@ -4,8 +4,6 @@ in vain.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,8 +15,7 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import ROOT, TokenTree
-from tests.support.policy_names import POLICIES
-from tests.support.toys.engine import decode_plainly, policy_of, run
+from tests.support.toys.engine import policy_of, run
 from tests.support.toys.models import (
     VOCAB,
     Clock,
@@ -27,7 +24,6 @@ from tests.support.toys.models import (
     WholeTrees,
     engine_of,
     greedy,
-    sampled,
 )
 from tests.support.toys.trees import SEEDS, beam_tree, markov_model, path_to
 
@@ -60,7 +56,7 @@ class ToyGrammar:
         return [[*stem, token, *self.forced([*token_ids, *stem, token])] for token in nexts]
 
     def forced(self, token_ids):
-        found: list[int] = []
+        found = []
         while len(found) < 9 and self.allowed([*token_ids, *found]).sum() == 1:
             found.append(int(self.allowed([*token_ids, *found]).argmax()))
         return found
@@ -85,11 +81,6 @@ def request_with(rng, index, has_grammar, num_new=16):
     )
 
 
-def constrained(target, request):
-    grammar: Any = request.params.grammar
-    return target if grammar is None else grammar.keep(target, request.prompt_len)
-
-
 def is_allowed(request, path):
     grammar = request.params.grammar
     output = request.tokens[request.prompt_len :]
@@ -99,34 +90,13 @@ def is_allowed(request, path):
     )
 
 
-@given(seed=SEEDS, policy_name=st.sampled_from(POLICIES), is_sampled=st.booleans())
-@settings(deadline=None, max_examples=60)
-def test_every_policy_decodes_as_plain_constrained_decoding_does(seed, policy_name, is_sampled):
-    rng = np.random.default_rng(seed)
-    target = markov_model(rng, VOCAB)
-    draft = markov_model(rng, VOCAB)
-    requests = [request_with(rng, index, has_grammar=index != 1) for index in range(3)]
-
-    def choose(request):
-        own = constrained(target, requests[request.index])
-        return (sampled(own, seed) if is_sampled else greedy(own))(request)
-
-    expected = [decode_plainly(choose, request) for request in requests]
-    toy = ToyTarget(choose)
-    policy = policy_of(SLOSpecConfig(policy=policy_name, max_depth=4, max_width=2))
-    run(engine_of(requests, toy, ToyDrafter(draft), policy, Clock()))
-    assert [request.tokens for request in requests] == expected
-
-
 @given(seed=SEEDS, depth=st.integers(1, 5), width=st.integers(1, 3))
 @settings(deadline=None)
 def test_nodes_are_the_allowed_ones_and_the_expected_ones(seed, depth, width):
     rng = np.random.default_rng(seed)
-    plan, draft, free = (
-        Plan(depth, width),
-        markov_model(rng, VOCAB),
-        request_with(rng, 1, has_grammar=False),
-    )
+    plan = Plan(depth, width)
+    draft = markov_model(rng, VOCAB)
+    free = request_with(rng, 1, has_grammar=False)
     bound = request_with(rng, 0, has_grammar=True)
     bound.emit(int(rng.integers(0, VOCAB)))
     trees = {request: beam_tree(draft, request.tokens, depth, width) for request in (bound, free)}
@@ -141,10 +111,8 @@ def test_nodes_are_the_allowed_ones_and_the_expected_ones(seed, depth, width):
     assert all(is_allowed(bound, path) for path in probs)
     # Brute force: what the drafter proposed and the grammar allows, then what follows its most
     # probable nodes.
-    output, paths = (
-        bound.tokens[bound.prompt_len :],
-        [path_to(before, node) for node in range(before.num_nodes)],
-    )
+    output = bound.tokens[bound.prompt_len :]
+    paths = [path_to(before, node) for node in range(before.num_nodes)]
     proposed = {tuple(path) for path in paths if is_allowed(bound, path)}
     wanted = set(proposed)
     for node in np.argsort(-before.path_probs, kind="stable")[:MAX_GROWN].tolist():
@@ -161,17 +129,13 @@ def test_nodes_are_the_allowed_ones_and_the_expected_ones(seed, depth, width):
 
 def test_ways_share_what_other_proposals_leave():
     grammar = ToyGrammar(np.random.default_rng(0))
-    grammar.table[:] = np.eye(VOCAB, dtype=np.bool_)[
-        [1, 3, 0, 4, 4]
-    ]  # after 0 comes 1, after 1 comes 3, ...
+    # After 0 comes 1, after 1 comes 3, ...
+    grammar.table[:] = np.eye(VOCAB, dtype=np.bool_)[[1, 3, 0, 4, 4]]
     grammar.table[:, 1, 2] = True  # ... or 2
     request = Request(0, RequestParams([0], 9, grammar=grammar))
     request.emit(1)
-    for proposed, conditional in (
-        ([], 0.0),
-        ([2], 0.25),
-        ([4], 0.25),
-    ):  # nothing, a way, a forbidden token
+    # Nothing, a way, a forbidden token.
+    for proposed, conditional in (([], 0.0), ([2], 0.25), ([4], 0.25)):
         (tree,) = followed(
             {request: TokenTree.chain(1, proposed, conditional)}, Plan(2, 9)
         ).values()
@@ -228,10 +192,8 @@ def test_nodes_below_forbidden_ones_are_gone():
     chain = TokenTree.chain(1, [3, 2, 3], 0.5)
     (tree,) = followed({request: chain}, Plan(3, 1)).values()
     assert tree.tokens.tolist() == [1, 3] and tree.parents.tolist() == [-1, ROOT]
-    toy, plan = (
-        ToyTarget(greedy(grammar.keep(markov_model(np.random.default_rng(1), VOCAB), 1))),
-        Plan(3, 2),
-    )
+    toy = ToyTarget(greedy(grammar.keep(markov_model(np.random.default_rng(1), VOCAB), 1)))
+    plan = Plan(3, 2)
     late = Request(0, RequestParams([0, 1], 9, grammar=grammar, may_draft=False))
     run(
         engine_of(

@@ -14,14 +14,10 @@ from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 POINTS = st.dictionaries(st.integers(1, 300), st.floats(1e-4, 10.0), min_size=1, max_size=10)
 
 
-def of_tokens(num_tokens, seconds):
-    return ForwardCost(LatencyCurve(num_tokens, seconds))
-
-
 def test_curve_interpolates_between_points_and_goes_on_as_a_line():
     curve = LatencyCurve((2, 4, 8), (1.0, 2.0, 6.0))
-    assert [float(curve(n)) for n in (1, 2, 3, 4, 6, 8)] == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0]
-    assert [float(curve(n)) for n in (9, 10, 108)] == [7.0, 8.0, 106.0]
+    assert [curve(n) for n in (1, 2, 3, 4, 6, 8)] == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0]
+    assert [curve(n) for n in (9, 10, 108)] == [7.0, 8.0, 106.0]
 
 
 def test_curve_of_one_point_is_constant():
@@ -60,7 +56,7 @@ def test_more_tokens_never_take_less_time(points):
     seconds = curve(num_tokens)
     assert seconds.shape == num_tokens.shape
     assert (np.diff(seconds) >= -1e-9).all()
-    assert seconds[:5] == pytest.approx([float(curve(int(n))) for n in num_tokens[:5]])
+    assert seconds[:5] == pytest.approx([curve(int(n)) for n in num_tokens[:5]])
 
 
 @given(points=POINTS.filter(lambda points: len(points) > 1), beyond=st.integers(0, 1000))
@@ -69,14 +65,14 @@ def test_beyond_the_last_point_the_last_slope_holds(points, beyond):
     curve = LatencyCurve.fit(list(points), list(points.values()))
     (x0, x1) = curve.num_tokens[-2:]
     (y0, y1) = curve.seconds[-2:]
-    assert float(curve(x1 + beyond)) == pytest.approx(y1 + beyond * (y1 - y0) / (x1 - x0))
+    assert curve(x1 + beyond) == pytest.approx(y1 + beyond * (y1 - y0) / (x1 - x0))
 
 
 def test_requests_and_keys_add_to_the_curve():
     cost = ForwardCost(LatencyCurve((1, 3), (1.0, 2.0)), per_request_s=0.25, per_key_s=0.01)
-    assert float(cost(3)) == 2.0  # one request is in the curve
-    assert float(cost(3, num_requests=3)) == 2.5
-    assert float(cost(3, num_requests=3, num_keys=100)) == 3.5
+    assert cost(3) == 2.0  # one request is in the curve
+    assert cost(3, num_requests=3) == 2.5
+    assert cost(3, num_requests=3, num_keys=100) == 3.5
     assert cost(np.array([1, 2]), 2, 10) == pytest.approx([1.35, 1.85])
 
 

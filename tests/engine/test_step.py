@@ -27,14 +27,29 @@ from tests.support.toys.models import (
 )
 from tests.support.toys.trees import markov_model
 
+TARGET = markov_model(np.random.default_rng(2), VOCAB)
+
+
+def engine_with(requests, policy, target=None, drafter=None, clock=None):
+    """Return an engine that decodes greedily; a plan in place of a policy verifies whole trees."""
+    return engine_of(
+        requests,
+        target or ToyTarget(greedy(TARGET)),
+        drafter or ToyDrafter(TARGET),
+        WholeTrees(policy) if isinstance(policy, Plan) else policy,
+        clock or Clock(),
+    )
+
+
+def request_of(new, index=0):
+    return Request(index, RequestParams([0, 1], new))
+
 
 def test_requests_are_prefilled_first_and_alone():
-    rng = np.random.default_rng(0)
-    target = markov_model(rng, VOCAB)
-    first, second, late = (Request(index, RequestParams([0, 1], 9)) for index in range(3))
-    toy = ToyTarget(greedy(target))
-    drafter = ToyDrafter(target)
-    engine = engine_of([first, second], toy, drafter, WholeTrees(Plan(1, 1)), Clock())
+    first, second, late = (request_of(9, index) for index in range(3))
+    toy = ToyTarget(greedy(TARGET))
+    drafter = ToyDrafter(TARGET)
+    engine = engine_with([first, second], Plan(1, 1), target=toy, drafter=drafter)
     events = [engine.step(), engine.step()]
     engine.scheduler.running.append(late)
     events += [engine.step(), engine.step()]
@@ -54,17 +69,15 @@ def test_requests_are_prefilled_first_and_alone():
 
 @pytest.mark.parametrize("policy_name", ["auto", "adaserve", "fixed"])
 def test_depth_0_never_drafts(policy_name):
-    target = markov_model(np.random.default_rng(1), VOCAB)
-    requests = [Request(index, RequestParams([0, 1], 6)) for index in range(3)]
-    drafter = ToyDrafter(target)
-    toy = ToyTarget(greedy(target))
+    requests = [request_of(6, index) for index in range(3)]
+    drafter = ToyDrafter(TARGET)
+    toy = ToyTarget(greedy(TARGET))
     run(
-        engine_of(
+        engine_with(
             requests,
-            toy,
-            drafter,
             policy_of(SLOSpecConfig(policy=policy_name, max_depth=0)),
-            Clock(),
+            target=toy,
+            drafter=drafter,
         )
     )
     assert drafter.plans == []
@@ -74,52 +87,40 @@ def test_depth_0_never_drafts(policy_name):
 
 @pytest.mark.parametrize("policy_name", POLICIES)
 def test_last_token_is_decoded_without_drafting(policy_name):
-    target = markov_model(np.random.default_rng(1), VOCAB)
-    drafter = ToyDrafter(target)
-    request = Request(0, RequestParams([0, 1], 2))
+    drafter = ToyDrafter(TARGET)
+    request = request_of(2)
     policy = policy_of(SLOSpecConfig(policy=policy_name))
-    run(engine_of([request], ToyTarget(greedy(target)), drafter, policy, Clock()))
+    run(engine_with([request], policy, drafter=drafter))
     assert drafter.plans == []
     assert request.num_emitted == 2
 
 
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_a_draft_that_is_always_right_commits_whole_chains(depth):
-    target = markov_model(np.random.default_rng(2), VOCAB)
-    drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
+    drafter = ToyDrafter(lambda tokens: one_hot(TARGET(tokens).argmax()))
     request = Request(0, RequestParams([0, 1], 1 + 3 * (depth + 1)))
-    run(
-        engine_of(
-            [request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(depth, 1)), Clock()
-        )
-    )
+    run(engine_with([request], Plan(depth, 1), drafter=drafter))
     metrics = request.metrics()
     assert (metrics.steps, metrics.drafted, metrics.accepted) == (3, 3 * depth, 3 * depth)
     assert metrics.acceptance_length == depth + 1
 
 
 def test_a_draft_that_is_always_wrong_costs_no_token():
-    target = markov_model(np.random.default_rng(2), VOCAB)
-    drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
-    request = Request(0, RequestParams([0, 1], 10))
-    run(engine_of([request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(3, 1)), Clock()))
+    drafter = ToyDrafter(lambda tokens: one_hot(TARGET(tokens).argmin()))
+    request = request_of(10)
+    run(engine_with([request], Plan(3, 1), drafter=drafter))
     metrics = request.metrics()
     assert (metrics.tokens, metrics.steps, metrics.drafted, metrics.accepted) == (10, 9, 27, 0)
 
 
-def test_who_is_not_drafted_for_decodes_plainly():
-    target = markov_model(np.random.default_rng(3), VOCAB)
+def test_requests_outside_plan_drafting_decode_plainly():
     requests = [Request(index, RequestParams([index, 1], 9)) for index in range(3)]
-    expected = [decode_plainly(greedy(target), request) for request in requests]
-    toy = ToyTarget(greedy(target))
-    drafter = ToyDrafter(target)
+    expected = [decode_plainly(greedy(TARGET), request) for request in requests]
+    toy = ToyTarget(greedy(TARGET))
+    drafter = ToyDrafter(TARGET)
     run(
-        engine_of(
-            requests,
-            toy,
-            drafter,
-            WholeTrees(Plan(2, 1, drafting=[requests[2], requests[0]])),
-            Clock(),
+        engine_with(
+            requests, Plan(2, 1, drafting=[requests[2], requests[0]]), target=toy, drafter=drafter
         )
     )
     assert [request.tokens for request in requests] == expected
@@ -131,18 +132,14 @@ def test_who_is_not_drafted_for_decodes_plainly():
         if request is requests[1]
     )
 
-    nobody = ToyDrafter(target)
-    alone = Request(0, RequestParams([0, 1], 5))
-    run(
-        engine_of(
-            [alone], ToyTarget(greedy(target)), nobody, WholeTrees(Plan(2, 1, drafting=[])), Clock()
-        )
-    )
+    nobody = ToyDrafter(TARGET)
+    alone = request_of(5)
+    run(engine_with([alone], Plan(2, 1, drafting=[]), drafter=nobody))
     assert nobody.plans == []
     assert alone.stats.num_steps == 4
 
 
-def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later():
+def test_requests_outside_plan_decoding_keep_their_tokens_and_continue_later():
     class Alternating(WholeTrees):
         """Lets one request decode in each step."""
 
@@ -150,12 +147,11 @@ def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later():
             fewest = min(requests, key=lambda request: request.num_emitted)
             return replace(super().plan(requests, begun_s, num_prefill_tokens), decoding=[fewest])
 
-    target = markov_model(np.random.default_rng(3), VOCAB)
     requests = [Request(index, RequestParams([index, 1], 9)) for index in range(3)]
-    expected = [decode_plainly(greedy(target), request) for request in requests]
-    toy = ToyTarget(greedy(target))
-    drafter = ToyDrafter(target)
-    events = run(engine_of(requests, toy, drafter, Alternating(Plan(2, 1)), Clock()))
+    expected = [decode_plainly(greedy(TARGET), request) for request in requests]
+    toy = ToyTarget(greedy(TARGET))
+    drafter = ToyDrafter(TARGET)
+    events = run(engine_with(requests, Alternating(Plan(2, 1)), target=toy, drafter=drafter))
     assert [request.tokens for request in requests] == expected
     assert [len(event.decoding) for event in events[1:]] == [1] * (len(events) - 1)
     assert all(
@@ -164,14 +160,10 @@ def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later():
 
 
 def test_finished_requests_leave_and_the_others_go_on():
-    target = markov_model(np.random.default_rng(3), VOCAB)
-    requests = [
-        Request(index, RequestParams([0, 1], max_new_tokens))
-        for index, max_new_tokens in enumerate((1, 8, 3))
-    ]
-    toy = ToyTarget(greedy(target))
-    drafter = ToyDrafter(target)
-    run(engine_of(requests, toy, drafter, WholeTrees(Plan(0, 1)), Clock()))
+    requests = [request_of(max_new_tokens, index) for index, max_new_tokens in enumerate((1, 8, 3))]
+    toy = ToyTarget(greedy(TARGET))
+    drafter = ToyDrafter(TARGET)
+    run(engine_with(requests, Plan(0, 1), target=toy, drafter=drafter))
     assert [[request.index for request, _, _ in step] for step in toy.steps] == [
         [0, 1, 2],
         *[[1, 2]] * 2,
@@ -189,7 +181,7 @@ def test_a_stop_inside_the_walk_ends_the_request_there():
     request = Request(0, RequestParams([0, 0], 20, is_stop=lambda tokens: tokens[-3:] == [1, 2, 3]))
     toy = ToyTarget(lambda request: chain[request.tokens[-1]])
     drafter = ToyDrafter(lambda tokens: one_hot(chain[tokens[-1]]))
-    run(engine_of([request], toy, drafter, WholeTrees(Plan(4, 1)), Clock()))
+    run(engine_with([request], Plan(4, 1), target=toy, drafter=drafter))
     assert request.tokens == [0, 0, 1, 2, 3]
     assert (request.stats.num_steps, request.stats.num_drafted, request.stats.num_accepted) == (
         1,
@@ -199,15 +191,12 @@ def test_a_stop_inside_the_walk_ends_the_request_there():
 
 
 def test_times_are_taken_when_tokens_are_committed():
-    target = markov_model(np.random.default_rng(4), VOCAB)
     requests = [
         Request(0, RequestParams([0, 1], 5, (Stage(0.5),)), 10.0),
         Request(1, RequestParams([1, 0], 5, (Stage(0.6),))),
     ]
     clock = Clock()
-    engine = engine_of(
-        requests, ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(0, 1)), clock
-    )
+    engine = engine_with(requests, Plan(0, 1), clock=clock)
     for now_s in (12.0, 12.25, 13.0, 13.5, 14.25):
         clock.now_s = now_s
         engine.step()
@@ -221,15 +210,14 @@ def test_times_are_taken_when_tokens_are_committed():
 
 
 def test_the_seconds_of_a_step_go_to_its_phases():
-    target = markov_model(np.random.default_rng(4), VOCAB)
     clock = Clock()
 
     class Slow(ToyTarget, ToyDrafter, WholeTrees):
         """Target, drafter and policy, of which each method takes its own time."""
 
         def __init__(self):
-            ToyTarget.__init__(self, greedy(target))
-            ToyDrafter.__init__(self, target)
+            ToyTarget.__init__(self, greedy(TARGET))
+            ToyDrafter.__init__(self, TARGET)
             WholeTrees.__init__(self, Plan(1, 1))
 
         def plan(self, *arguments):
@@ -253,7 +241,7 @@ def test_the_seconds_of_a_step_go_to_its_phases():
             super().commit(*arguments)
 
     slow = Slow()
-    engine = engine_of([Request(0, RequestParams([0, 1], 9))], slow, slow, slow, clock)
+    engine = engine_with([request_of(9)], slow, target=slow, drafter=slow, clock=clock)
     assert engine.step().phases == PhaseTimes(verify_s=1000.0, host_s=10000.0)
     assert engine.step().phases == PhaseTimes(
         draft_s=10.0, select_s=101.0, verify_s=1000.0, host_s=10000.0
@@ -262,7 +250,6 @@ def test_the_seconds_of_a_step_go_to_its_phases():
 
 
 def test_costs_follow_at_once_when_forwards_are_computed_in_another_way():
-    target = markov_model(np.random.default_rng(4), VOCAB)
     clock = Clock()
 
     class Switching(ToyTarget):
@@ -278,9 +265,9 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way():
                 self.num_one_off_forwards += 1
             return super().verify(*arguments)
 
-    toy = Switching(greedy(target))
-    request = Request(0, RequestParams([0, 1], 200))
-    engine = engine_of([request], toy, ToyDrafter(target), WholeTrees(Plan(0, 1)), clock)
+    toy = Switching(greedy(TARGET))
+    request = request_of(200)
+    engine = engine_with([request], Plan(0, 1), target=toy, clock=clock)
     for _ in range(50):
         event = engine.step()
     assert engine.costs.predicted(event).verify_s == pytest.approx(2.0, rel=0.1)
@@ -294,17 +281,8 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way():
 
 
 def test_a_request_of_one_token_has_no_tpot_and_is_not_late():
-    target = markov_model(np.random.default_rng(4), VOCAB)
     request = Request(0, RequestParams([0, 1], 1, (Stage(1e-9),)))
-    run(
-        engine_of(
-            [request],
-            ToyTarget(greedy(target)),
-            ToyDrafter(target),
-            WholeTrees(Plan(2, 2)),
-            Clock(),
-        )
-    )
+    run(engine_with([request], Plan(2, 2)))
     metrics = request.metrics()
     assert (metrics.tokens, metrics.steps, metrics.tpot_s, metrics.acceptance_length) == (
         1,
@@ -316,23 +294,15 @@ def test_a_request_of_one_token_has_no_tpot_and_is_not_late():
 
 
 def test_broken_trees_are_caught_when_invariants_are_checked():
-    target = markov_model(np.random.default_rng(5), VOCAB)
     drafter = ToyDrafter(lambda tokens: 1.5 * one_hot(0))
-    engine = engine_of(
-        [Request(0, RequestParams([0, 1], 9))],
-        ToyTarget(greedy(target)),
-        drafter,
-        WholeTrees(Plan(2, 1)),
-        Clock(),
-    )
+    engine = engine_with([request_of(9)], Plan(2, 1), drafter=drafter)
     engine.step()
     with pytest.raises(AssertionError):
         engine.step()
 
 
 def test_while_drafting_is_paused_the_policy_learns_of_no_drafts():
-    target = markov_model(np.random.default_rng(5), VOCAB)
-    depths = list[tuple[int, int, int]]()
+    depths = []
 
     class Watching(Policy):
         def plan(self, *_):
@@ -345,13 +315,7 @@ def test_while_drafting_is_paused_the_policy_learns_of_no_drafts():
         def observe(self, _, accepted, phases, plan):
             depths.append((plan.depth, self.max_depth, len(accepted)))
 
-    engine = engine_of(
-        [Request(0, RequestParams([0, 1], 9))],
-        ToyTarget(greedy(target)),
-        ToyDrafter(target),
-        Watching(),
-        Clock(),
-    )
+    engine = engine_with([request_of(9)], Watching())
     engine.step()
     engine.relieve()
     engine.step()

@@ -52,7 +52,7 @@ def test_packed_forwards_are_plain_ones(family):
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{family}ForCausalLM")
     packed = PackedModel(model_class(tiny_config(model_class.config_class)).float().eval())
-    assert packed.has_states and packed.state_bytes > 0
+    assert packed.family.has_states and packed.family.state_bytes > 0
     generator = torch.Generator().manual_seed(1)
     lengths = MAX_AT_ONCE + 9, 5
     texts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]

@@ -5,7 +5,6 @@ assisted generation).
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from tests.support.toys.tiny_tokenizers import byte_level, sentencepiece_like
 TOKENIZER = byte_level(400)
 ASSISTANT_TOKENIZER = sentencepiece_like(2100)
 PROMPTS = ["def add(left, right):\n", "class Queue:\n    def put(self, item):\n        self."]
-NEW: dict[str, Any] = dict(max_new_tokens=quick_or(12, 24))
+NEW = dict(max_new_tokens=quick_or(12, 24))
 
 
 def model_of(tokenizer, seed):
@@ -42,9 +41,7 @@ def model_of(tokenizer, seed):
 
 
 ASSISTANT = model_of(ASSISTANT_TOKENIZER, 1)
-PAIR: dict[str, Any] = dict(
-    assistant_model=ASSISTANT, tokenizer=TOKENIZER, assistant_tokenizer=ASSISTANT_TOKENIZER
-)
+PAIR = dict(assistant_model=ASSISTANT, tokenizer=TOKENIZER, assistant_tokenizer=ASSISTANT_TOKENIZER)
 
 
 @pytest.fixture
@@ -144,9 +141,7 @@ def test_without_assistant_tokenizer_the_error_says_what_to_pass(target):
 
 def test_vocabularies_of_one_size_need_no_assistant_tokenizer_as_in_stock(target):
     draft = copy.deepcopy(target)
-    same: dict[str, Any] = dict(
-        assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER
-    )
+    same = dict(assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER)
     hf_slospec.enable(target)
     with pytest.raises(ValueError, match="assistant_tokenizer"):
         target.generate(**inputs(1), **NEW, **same)
@@ -161,9 +156,7 @@ def test_padded_embeddings_of_one_tokenizer_need_no_translation(target):
     draft = copy.deepcopy(target)
     draft.resize_token_embeddings(len(TOKENIZER) + 24)
     hf_slospec.enable(target, config=DRAFTS_ALWAYS)
-    same: dict[str, Any] = dict(
-        assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER
-    )
+    same = dict(assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER)
     generate = lambda **kwargs: target.generate(**kwargs, **same, slo_tpot=1.0)  # noqa: E731
     assert_same_as_stock(target, generate, inputs(2), **NEW, do_sample=False)
     method = target.generate.decoder.speculator_for(*same.values()).method

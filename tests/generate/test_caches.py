@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -34,9 +32,7 @@ def test_a_cache_by_both_of_its_names(name):
     ours = generator("llama")
     cache = DynamicCache(config=tiny_model("llama").config)
     text, mask = text_and_cache("llama", 1, cache)
-    options: dict[str, Any] = dict(
-        attention_mask=mask, do_sample=False, eos_token_id=None, max_new_tokens=10
-    )
+    options = dict(attention_mask=mask, do_sample=False, eos_token_id=None, max_new_tokens=10)
     expected = ours.model.generate(text, **options)
     assert torch.equal(ours.generate(text, **options, **{name: cache}), expected)
     assert cache.get_seq_length() == expected.shape[1] - 1
@@ -55,17 +51,3 @@ def test_cache_of_another_batch_or_model():
     text, mask = text_and_cache("gpt2", 1, cache := DynamicCache())
     with pytest.raises(InvalidInputError, match="same model"):
         ours.generate(text, attention_mask=mask, **cache_option(cache), max_new_tokens=3)
-
-
-def test_cache_that_holds_the_whole_prompt_already():
-    ours = generator()
-    cache = DynamicCache(config=tiny_model("llama").config)
-    text, mask = text_and_cache("llama", 1, cache)
-    length = cache.get_seq_length()
-    with pytest.raises(InvalidInputError, match=f"{CACHE_NAME} holds"):
-        ours.generate(
-            text[:, :length],
-            attention_mask=mask[:, :length],
-            **cache_option(cache),
-            max_new_tokens=3,
-        )

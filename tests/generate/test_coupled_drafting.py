@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from tests.support.breadth import nightly_but, quick_or
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 CHAIN = SLOSpecConfig(policy="fixed", max_depth=3, max_width=1, check_invariants=True)
-NEW: dict[str, Any] = dict(do_sample=True, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
-HONOURED: dict[str, dict[str, Any]] = {
+NEW = dict(do_sample=True, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+HONOURED = {
     "none": {},
     "temperature": dict(temperature=1.4),
     "top-k": dict(top_k=9, temperature=0.8),
@@ -80,8 +79,8 @@ def noises(generator, seen):
     ],
     ids=["sampled", "n-grams", "greedy", "own processor", "own function"],
 )
-def test_which_requests_have_noise_that_is_known(options, knows):
-    seen: list[Any] = []
+def test_requests_whose_noise_is_known_in_advance(options, knows):
+    seen = []
     watching = noises(SLOSpecGenerator(tiny_model("llama"), tiny_model("llama")), seen)
     watching.generate(**ragged_prompts(1), **NEW | options)
     assert seen and all((noise is not None) == knows for noise in seen)
@@ -112,7 +111,7 @@ def test_coupling_accepts_more(options):
 
 
 def test_a_call_leaves_no_noise_behind():
-    kept: list[weakref.ref[Any]] = []
+    kept = []
     ours = noises(SLOSpecGenerator(tiny_model("llama"), tiny_model("llama")), seen := [])
     gc.collect()
     gc.disable()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_slospec import InvalidInputError
 from tests.support.paths import ROOT
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy
 
 FOLDER = str(ROOT / "examples" / "custom_generate")
 
@@ -23,13 +21,11 @@ def model(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
-    return copy.deepcopy(tiny_model("llama"))
+    return tiny_copy("llama")
 
 
 def test_drafter_fallback_and_errors(model):
-    ours: dict[str, Any] = dict(
-        custom_generate=FOLDER, trust_remote_code=True, max_new_tokens=6, do_sample=False
-    )
+    ours = dict(custom_generate=FOLDER, trust_remote_code=True, max_new_tokens=6, do_sample=False)
     inputs = ragged_prompts(2)
     expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     assert torch.equal(model.generate(**inputs, drafter="suffix", **ours), expected)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from hf_slospec import Request, RequestParams, SLOSpecGenerator
-from hf_slospec.drafters.features import FeatureDrafter, FeatureQueue
+from hf_slospec import SLOSpecGenerator
+from hf_slospec.drafters.features import FeatureDrafter, WaitingFeatures
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.model.packed_model import PackedModel
@@ -19,8 +15,7 @@ from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, random_head
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
-OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=24)
-Make = Callable[[Path], SLOSpecGenerator]
+OPTIONS = dict(do_sample=False, max_new_tokens=24)
 
 
 def with_head(kind):
@@ -29,7 +24,7 @@ def with_head(kind):
     )
 
 
-MAKES: dict[str, Make] = {
+MAKES = {
     "eagle3": with_head("eagle3"),
     "dflash": with_head("dflash"),
     "assistant": lambda folder: SLOSpecGenerator(
@@ -44,11 +39,11 @@ class Shortage:
     def __init__(self, generator, monkeypatch):
         # "draft" or "verify"
         self.target = generator.model
-        self.forwards = list[str]()
-        self.fails: Callable[[str, int], bool] = lambda kind, count: False
+        self.forwards = []
+        self.fails = lambda kind, count: False
         self.num_failed = 0
         self._run = PackedModel.outputs
-        self.drafter: Any = None
+        self.drafter = None
         new_drafter = Speculator.new_drafter
 
         def made(speculator, *arguments, **options):
@@ -134,7 +129,7 @@ def test_no_kv_can_be_reserved_for_the_drafter(make, tmp_path, monkeypatch):
     new_drafter = Speculator.new_drafter
 
     def made(speculator, *arguments, **options):
-        drafter: Any = new_drafter(speculator, *arguments, **options)
+        drafter = new_drafter(speculator, *arguments, **options)
         drafter.sequences.reserve = full
         return drafter
 
@@ -177,7 +172,7 @@ def test_features_that_find_no_memory_are_missing_and_nothing_else(tmp_path, mon
     prompts = prompts_of(2)
     num_calls = 0
     expected = expected_of(generator.model, prompts)
-    add = FeatureQueue.add
+    add = WaitingFeatures.add
 
     def fails_at_times(queue, *arguments):
         nonlocal num_calls
@@ -186,14 +181,14 @@ def test_features_that_find_no_memory_are_missing_and_nothing_else(tmp_path, mon
             raise torch.OutOfMemoryError("CUDA out of memory")
         add(queue, *arguments)
 
-    monkeypatch.setattr(FeatureQueue, "add", fails_at_times)
+    monkeypatch.setattr(WaitingFeatures, "add", fails_at_times)
     assert served(generator, prompts) == expected
     assert num_calls > 5
 
 
 def test_features_and_kv_are_counted(tmp_path, monkeypatch):
     generator = MAKES["eagle3"](tmp_path)
-    found = list[tuple[int, int, int]]()
+    found = []
     draft = FeatureDrafter.draft
 
     def counted(drafter, requests, plan):
@@ -213,15 +208,9 @@ def test_features_and_kv_are_counted(tmp_path, monkeypatch):
 
 
 def test_features_that_wait_do_not_keep_those_of_a_whole_step():
-    queue = FeatureQueue()
+    waiting = WaitingFeatures()
     step = torch.zeros(600, 8)
     for index in range(3):
-        queue.add(Request(index, RequestParams([1, 2, 3], 5)), 0, step[index : index + 1])
-    held = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in _parts(queue)
-    }
-    assert sum(held.values()) == queue.num_bytes == 3 * 8 * 4
-
-
-def _parts(queue):
-    return [part for own in queue._waiting.values() for part in own.parts]
+        waiting.add(index, step[index : index + 1])
+    held = sum(part.untyped_storage().nbytes() for part in waiting.parts)
+    assert held == waiting.num_bytes == 3 * 8 * 4

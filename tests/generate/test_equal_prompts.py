@@ -64,7 +64,7 @@ def test_prompts_of_several_chunks_and_short_ones(monkeypatch):
 def test_a_draft_processes_a_common_prompt_once(monkeypatch):
     ours = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.02), config=CONFIG)
     ours.generate(**inputs_of([8], 1), max_new_tokens=4)
-    packed, sizes = ours.decoder.speculator.draft.packed, list[int]()  # type: ignore[union-attr]
+    packed, sizes = ours.decoder.speculator.draft.packed, []
     for name in ("outputs", "draft"):
         forward = getattr(packed, name)
 

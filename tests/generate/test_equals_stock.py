@@ -4,10 +4,7 @@ points.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from tests.support.stock_matrix import (
     padded,
     random_texts,
 )
-from tests.support.toys.tiny_models import assert_same_cache, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_cache, ragged_prompts, tiny_copy, tiny_model
 
 # Model, inputs, path, drafter, options, entry point. Alternatives have | between them, and all are
 # combined.
@@ -113,9 +110,10 @@ llama                3      compiled       lookup                 greedy        
 llama-deep           3      compiled       eagle3                 sampled               generator
 llama                3      prepacked      fair                   sampled               generator
 mixtral|gpt2         3      prepacked      fair                   greedy                submit
-llama-bf16           3      exact-bits     fair                   greedy                submit
+llama-bf16           4      exact-bits     fair                   greedy                preempted
 llama|gpt2|gemma3|gpt-oss  3  captured     fair                   sampled               generator
 llama                3      uncaptured     fair                   greedy                generator
+llama-deep           3      captured       eagle3|dflash          sampled               generator
 llama  3  cuda  fair  greedy+repetition+scores  generator
 llama  3  cuda  fair  sampled+sequences+min-new  generator
 gemma3               3      cuda           fair                   greedy                per-row
@@ -291,7 +289,7 @@ def test_turns_on_a_cache_equal_stock(row):
     model = model_of(name)
     generator = SLOSpecGenerator(model, model_of(name, 0.03), config=SLOSpecConfig(**ALWAYS))
     calls = {"stock": type(model).generate.__get__(model), "ours": generator.generate}
-    makes: dict[str, Callable[[], Any]] = {
+    makes = {
         "passed": lambda: DynamicCache(config=model.config),
         "static": lambda: StaticCache(model.config, max_cache_len=96),
         "returned": lambda: None,
@@ -338,7 +336,7 @@ def replaced_weight(model):
     model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.randn(32, 32))
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "optimizer": fused_step,
     "written data": lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(-1.0),
     "written detached": lambda model: model.model.layers[0].mlp.up_proj.weight.detach().mul_(-1.0),
@@ -371,14 +369,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 )
 def test_changes_of_the_model_are_seen(path, change, request):
     """By calls, and by requests that would reuse K/V of the model before."""
-    model: Any = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     mlp = model.model.layers[0].mlp
     mlp.offset = torch.tensor(0.0)  # neither a parameter nor a buffer
     if change == "what a hook reads":
         mlp.register_forward_hook(lambda module, inputs, out: out + module.offset)
     (text,) = random_texts(40)
     inputs = ragged_prompts(2)
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=8)
+    options = dict(do_sample=False, max_new_tokens=8)
     stock = type(model).generate.__get__(model)
 
     def check(is_reused):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -41,8 +39,9 @@ def test_fallback_for_a_model_that_cannot_hold_a_tree():
     model = RwkvForCausalLM(RwkvConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2)).eval()
     inputs = {"input_ids": ragged_prompts(1)["input_ids"]}
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=6)
-    with pytest.raises(UnsupportedModelError, match="Rwkv"):
+    with pytest.raises(UnsupportedModelError, match=r"RwkvForCausalLM .*keeps states"):
         enable(model)
+    assert "generate" not in vars(model)
     enable(model, fallback=True)
     with pytest.warns(FallbackWarning, match="Rwkv"):
         assert torch.equal(
@@ -60,7 +59,7 @@ def test_fallback_for_a_model_with_an_embedding_table_per_codebook():
     model = MoshiDepthDecoder(config).eval()
     with pytest.raises(UnsupportedModelError, match=r"MoshiDepthDecoder .*one table of all tokens"):
         enable(model)
-    options: dict[str, Any] = dict(
+    options = dict(
         input_ids=torch.tensor([[3], [5]]),
         last_hidden_state=torch.randn(2, 1, 32),
         max_new_tokens=3,

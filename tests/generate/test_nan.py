@@ -5,7 +5,6 @@ these tokens.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,15 +20,13 @@ from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_encoder_decoders import texts, tiny_text_model
 from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, sharpened, tiny_model
 
-FIXED: dict[str, Any] = dict(policy="fixed", max_depth=2, max_width=4)
+FIXED = dict(policy="fixed", max_depth=2, max_width=4)
 NEW_TOKENS = 10
-SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_k=5)
-EAGER, COMPILED, MASKED = (
-    dict(compile=False),
-    dict(compile="wait"),
-    dict(compile=False, attention="4d_mask"),
-)
-QUICK: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+SAMPLED = dict(do_sample=True, temperature=0.7, top_k=5)
+EAGER = dict(compile=False)
+COMPILED = dict(compile="wait")
+MASKED = dict(compile=False, attention="4d_mask")
+QUICK = [
     ("llama", EAGER, {}),
     ("llama", MASKED, {}),
     ("T5", EAGER, {}),

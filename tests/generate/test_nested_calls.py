@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +13,12 @@ import hf_slospec
 from hf_slospec import InvalidInputError, SLOSpecGenerator, divergence_report
 from tests.support.against_stock import DRAFTS_ALWAYS
 from tests.support.breadth import nightly_rows_but, quick_or
-from tests.support.nested_calls import KINDS, CallingCriterion, CallingProcessor, Run, calling
+from tests.support.nested_calls import KINDS, CallingCriterion, CallingProcessor, calling
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 WAIT_S = 120.0
 NEW = quick_or(10, 20)
-NESTED: dict[str, Any] = dict(max_new_tokens=6, do_sample=False)
+NESTED = dict(max_new_tokens=6, do_sample=False)
 
 
 @pytest.fixture(params=["enabled", "generator"])
@@ -45,8 +43,7 @@ def enabled():
 
 
 def stock_of(model):
-    bound: Callable[..., Any] = type(model).generate.__get__(model)
-    return bound
+    return type(model).generate.__get__(model)
 
 
 def texts(input_ids, num_rows=1):
@@ -57,7 +54,7 @@ def texts(input_ids, num_rows=1):
 
 def nested_calls(model, generate, ours):
     """One kind of nested call after the other."""
-    calls: list[Run] = [
+    calls = [
         lambda ids: generate(**texts(ids), **NESTED).tolist(),
         lambda ids: generate(**texts(ids, 3), **NESTED).tolist(),
         lambda ids: generate(**texts(ids, 2), **NESTED | dict(do_sample=True)).tolist(),
@@ -129,7 +126,7 @@ def test_copies_per_row_refer_to_the_same_model(enabled):
 @pytest.mark.parametrize("kind", KINDS)
 def test_callbacks_may_wait_for_calls_in_other_threads(enabled, kind):
     def in_thread(input_ids):
-        results = list[Any]()
+        results = []
         call = lambda: results.append(enabled.generate(**texts(input_ids, 2), **NESTED).tolist())  # noqa: E731
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -224,11 +221,9 @@ class Edits:
     ],
 )
 def test_changed_tokens_that_the_model_has_read_are_refused(enabled, name, batch, place):
-    inputs, options = (
-        ragged_prompts(batch, seed=2),
-        dict(do_sample=True, max_new_tokens=NEW, eos_token_id=None),
-    )
-    argument: dict[str, Any] = {name: [Edits(place)]}
+    inputs = ragged_prompts(batch, seed=2)
+    options = dict(do_sample=True, max_new_tokens=NEW, eos_token_id=None)
+    argument = {name: [Edits(place)]}
     with pytest.raises(hf_slospec.UnsupportedOptionError, match=f"{name}.* has changed input_ids"):
         enabled.generate(**inputs, **options, **argument)
     if batch == 1:  # stock calls them with all rows

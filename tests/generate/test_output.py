@@ -66,10 +66,8 @@ def test_items_and_indices_are_those_of_stocks_output(model, kind, extra):
         model = hf_slospec.enable(copy.deepcopy(tiny_text_model("Bart")))
         inputs = texts(2)
     options = OPTIONS | extra | {"return_dict_in_generate": True}
-    stock, ours = (
-        model.generate(**inputs, **options),
-        model.generate(**inputs, **options, slo_tpot=0.05),
-    )
+    stock = model.generate(**inputs, **options)
+    ours = model.generate(**inputs, **options, slo_tpot=0.05)
     assert type(ours) is kind
     assert isinstance(ours, type(stock))
     assert list(ours) == list(ours.keys()) == list(stock)

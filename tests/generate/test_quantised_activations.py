@@ -4,7 +4,6 @@ tokens of a forward.
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy
 
 CONFIG = SLOSpecConfig(compile=False)
 REFUSED = "quantises activations"
@@ -69,10 +68,8 @@ QUANTISED = {
 )
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_activations_are_refused_or_fall_back(name):
-    model, call = (
-        QUANTISED[name](copy.deepcopy(tiny_model("llama"))),
-        dict(ragged_prompts(2), max_new_tokens=4),
-    )
+    model = QUANTISED[name](tiny_copy("llama"))
+    call = dict(ragged_prompts(2), max_new_tokens=4)
     expected = model.generate(**call)
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         SLOSpecGenerator(model, config=CONFIG)
@@ -82,7 +79,7 @@ def test_quantised_activations_are_refused_or_fall_back(name):
 
 
 def test_models_that_are_quantised_after_enable_are_refused():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     call = dict(ragged_prompts(2), max_new_tokens=4)
     hf_slospec.enable(model, config=CONFIG)
     by_torchao(model, "Int8DynamicActivationInt8WeightConfig")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -31,8 +29,6 @@ from tests.support.toys.tiny_encoder_decoders import audio, texts, tiny_text_mod
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.tiny_tokenizers import byte_level
 
-Refused = tuple[Callable[[], Any], type[Exception], str]
-
 
 def generated(*inputs, ours=None, **arguments):
     """Return a call of generate, with a batch of two rows unless inputs are given."""
@@ -56,7 +52,7 @@ def spoiled(_, scores):
     return scores * float("nan")
 
 
-spoiled.per_row = True  # type: ignore[attr-defined]
+spoiled.per_row = True
 
 
 def with_bytes():
@@ -75,7 +71,7 @@ BY_TEXT = [[{"slo_tpot": 0.1, "until": "x"}, {"slo_tpot": None}]]
 DECODER = dict(decoder_input_ids=torch.tensor([[0, 3, 5]]), decoder_attention_mask=torch.tensor([[0, 1, 1]]),
                decoder_start_token_id=0, max_new_tokens=6)  # fmt: skip
 BART_CACHE = cache_option(EncoderDecoderCache([])) | dict(max_new_tokens=6)
-PROMPTS: list[Refused] = [
+PROMPTS = [
     (generated(**PADDED), InvalidInputError, "pad on the left"),
     (generated(torch.empty(1, 0, dtype=torch.int64)), InvalidInputError, "empty"),
     (generated(attention_mask=EMPTY_ROW), InvalidInputError, r"row 0 .* empty"),
@@ -94,7 +90,7 @@ PROMPTS: list[Refused] = [
     (generated(**cache_option(object())), InvalidTypeError, CACHE_NAME),
     (generated(token_type_ids=torch.zeros(2, 15)), ValueError, "token_type_ids"),
 ]  # fmt: skip
-UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
+UNSUPPORTED = [
     ("beam", dict(num_beams=2)),
     ("beam", dict(num_beams=2, do_sample=True)),
     ("contrastive", dict(penalty_alpha=0.6, top_k=4)),
@@ -107,7 +103,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("compile_config", dict(compile_config=CompileConfig())),
     ("use_cache", cache_option(DynamicCache()) | dict(use_cache=False)),
 ]
-OPTIONS: list[Refused] = [
+OPTIONS = [
     *((generated(**options), UnsupportedOptionError, name) for name, options in UNSUPPORTED),
     (generated(max_new_tokenz=4), ValueError, "max_new_tokenz"),
     (generated(prompt_lookup_num_tokens=0), InvalidInputError, "prompt_lookup_num_tokens"),
@@ -121,7 +117,7 @@ OPTIONS: list[Refused] = [
     *((generated(stop_strings=strings, ours=with_bytes), InvalidInputError, "stop_strings must be strings")
       for strings in (True, [None], [1.5], ["\ud800"])),
 ]  # fmt: skip
-MODELS: list[Refused] = [
+MODELS = [
     *((enabled(model=bad), InvalidTypeError, "^model must be") for bad in (7, "gpt2", torch.nn.Linear(2, 2))),
     *((lambda bad=bad: SLOSpecGenerator(LLAMA, bad), InvalidTypeError, "^assistant_model must be")
       for bad in (7, "gpt2", torch.nn.Linear(2, 2))),
@@ -144,7 +140,7 @@ MODELS: list[Refused] = [
     (lambda: SLOSpecGenerator(LLAMA, config=SLOSpecConfig(exact="self", attention="4d_mask")), UnsupportedOptionError,
      "attention='4d_mask'"),
 ]  # fmt: skip
-REPORTS: list[Refused] = [
+REPORTS = [
     (reported(do_sample=True), UnsupportedOptionError, "do_sample=False"),
     (reported(do_sample=False, max_time=1.0), UnsupportedOptionError, "max_time"),
     *((reported(num_beams=2, fallback=fallback), UnsupportedOptionError, "beam") for fallback in (False, True)),
@@ -156,7 +152,7 @@ REPORTS: list[Refused] = [
     (lambda: divergence_report(whisper(), {"input_features": audio(1)}), UnsupportedModelError,
      "divergence_report takes decoder-only models"),
 ]  # fmt: skip
-ENCODERS: list[Refused] = [
+ENCODERS = [
     (lambda: whisper().generate(audio(2), num_beams=2), UnsupportedOptionError, "beam search"),
     (lambda: whisper().generate(audio(2), slo_tpot=[0.1, 0.2]), UnsupportedOptionError,
      "slo_tpot must be one for all rows of Whisper"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -21,16 +20,15 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.model.trial import check_by_trial
-from tests.support.toys.tiny_models import tiny_model
+from tests.support.served_pair import written
+from tests.support.toys.tiny_models import tiny_copy
 
 CONFIG = SLOSpecConfig(compile=False)
-CALL: dict[str, Any] = dict(
-    input_ids=torch.arange(3, 15)[None], max_new_tokens=12, eos_token_id=None
-)
+CALL = dict(input_ids=torch.arange(3, 15)[None], max_new_tokens=12, eos_token_id=None)
 
 
 def enabled(family="llama", **options):
-    model: Any = copy.deepcopy(tiny_model(family))
+    model = tiny_copy(family)
     hf_slospec.enable(model, config=CONFIG, **options)
     return model
 
@@ -96,24 +94,8 @@ def test_layers_that_leave_the_interface_are_refused(monkeypatch):
             model.generate(**CALL, slo_tpot=0.1)
 
 
-def test_compiled_models_are_refused_after_enable():
-    model = enabled()
-    check_like_stock(model)
-    model.compile(backend="eager")
-    with pytest.raises(UnsupportedModelError, match="compiled with compile"):
-        model.generate(**CALL, slo_tpot=0.1)
-
-
-def test_compiled_models_fall_back_after_enable():
-    model = enabled(fallback=True)
-    expected = model.generate(**CALL)
-    model.compile(backend="eager")
-    with pytest.warns(hf_slospec.FallbackWarning):
-        assert torch.equal(model.generate(**CALL, slo_tpot=0.1), expected)
-
-
 def test_a_batcher_refuses_a_model_that_was_compiled_meanwhile():
-    model: Any = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit([3, 4, 5], max_new_tokens=4).result(60)
         model.compile(backend="eager")
@@ -123,7 +105,7 @@ def test_a_batcher_refuses_a_model_that_was_compiled_meanwhile():
 
 
 def test_tables_may_have_more_rows_than_the_config_says():
-    model: Any = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     torch.manual_seed(0)
     rows = model.config.vocab_size + 80
     model.set_input_embeddings(nn.Embedding(rows, model.config.hidden_size))
@@ -137,7 +119,7 @@ def test_tables_may_have_more_rows_than_the_config_says():
 
 def test_alibi_by_place_refuses_gaps():
     torch.manual_seed(0)
-    model: Any = MptForCausalLM(
+    model = MptForCausalLM(
         MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2)
     )
     model.eval()
@@ -180,8 +162,8 @@ def test_layers_that_mix_tokens_are_refused_until_they_are_put_back():
 
 
 def test_drafts_that_mix_tokens_are_refused():
-    model = copy.deepcopy(tiny_model("llama"))
-    draft = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
+    draft = tiny_copy("llama")
     hf_slospec.enable(model, assistant_model=draft, config=CONFIG)
     check_like_stock(model)
     draft.model.layers[0].mlp = TokenShift(draft.model.layers[0].mlp)
@@ -207,7 +189,7 @@ def test_the_trial_is_repeated_for_changes_of_modules_only(monkeypatch):
     assert len(trials) == 1
 
 
-@pytest.mark.parametrize(("family", "window"), [("mistral", 9), ("gemma3", 30), ("gpt-oss", 40)])
+@pytest.mark.parametrize(("family", "window"), [("mistral", 9), ("gpt-oss", 40)])
 def test_other_windows_are_refused_until_enabled_again(family, window):
     model = enabled(family)
     call = dict(input_ids=torch.arange(3, 73)[None])
@@ -227,14 +209,14 @@ def test_other_windows_are_refused_until_enabled_again(family, window):
 
 
 def test_a_part_of_another_dtype_is_refused_and_does_no_harm():
-    model: Any = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
-        expected = generator.submit([3, 4, 5], max_new_tokens=4).result(60).token_ids
+        expected = written(generator, [3, 4, 5], max_new_tokens=4)
         model.lm_head.half()
         with pytest.raises(UnsupportedModelError, match="dtype"):
             generator.submit([3, 4, 5], max_new_tokens=4)
         model.float()
-        assert generator.submit([3, 4, 5], max_new_tokens=4).result(60).token_ids == expected
+        assert written(generator, [3, 4, 5], max_new_tokens=4) == expected
 
 
 @pytest.mark.parametrize("name", ["generation_config", "use_cache"])
@@ -286,7 +268,7 @@ def test_layers_that_set_attributes_are_tried_once(monkeypatch):
 
 
 def test_windows_of_a_running_generator_are_refused_beside_new_hooks():
-    model: Any = copy.deepcopy(tiny_model("mistral"))
+    model = tiny_copy("mistral")
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit(list(range(3, 73)), max_new_tokens=4).result(60)
         model.config.sliding_window = 9
@@ -297,7 +279,7 @@ def test_windows_of_a_running_generator_are_refused_beside_new_hooks():
 
 
 def test_threads_repeat_a_trial_once(monkeypatch):
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     trials = []
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         monkeypatch.setattr("hf_slospec.model.checked_model.check_by_trial", trials.append)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_slospec import FallbackWarning, PastAnswers, RolloutCallback, SLOSpecConfig
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy
 
 CONFIG = SLOSpecConfig(policy="adaserve", token_budget=64, max_depth=3)
 
@@ -20,11 +18,9 @@ class Rollouts:
     """A trainer's calls of a callback, with a rollout per epoch."""
 
     def __init__(self, folder, callback, **settings):
-        self.model: Any = copy.deepcopy(tiny_model("llama"))
-        self.args, self.state = (
-            TrainingArguments(output_dir=str(folder), use_cpu=True),
-            TrainerState(global_step=0),
-        )
+        self.model = tiny_copy("llama")
+        self.args = TrainingArguments(output_dir=str(folder), use_cpu=True)
+        self.state = TrainerState(global_step=0)
         vars(self.args).update(settings)
         self.callback = callback
 

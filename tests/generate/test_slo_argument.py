@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 from transformers import (
@@ -19,7 +18,7 @@ from hf_slospec import (
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts
 
-STAGES: list[Any] = [
+STAGES = [
     {"slo_tpot": 1e-6, "until": " = name\n"},
     {"slo_tpot": 50.0, "tokens": 12},  # more than one step commits
     {"slo_tpot": 60.0},
@@ -42,7 +41,7 @@ def stages_by_token(out, row):
 
 def test_stages_end_by_text_and_by_tokens(pair):
     generator, inputs = pair
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=60, return_dict_in_generate=True)
+    options = dict(do_sample=False, max_new_tokens=60, return_dict_in_generate=True)
     stages = [SLOStage(**stage) for stage in STAGES]
     out = assert_same_as_stock(
         generator.model, lambda **k: generator.generate(**k, slo_tpot=[stages]), inputs, **options
@@ -56,10 +55,8 @@ def test_stages_end_by_text_and_by_tokens(pair):
     changes = [new for old, new in itertools.pairwise(targets) if new != old]
     assert changes == [50.0, 60.0]
     assert targets.count(50.0) >= 4
-    assert (out.slo[0].tpot_slo_s, out.slo[0].attained) == (
-        60.0,
-        False,
-    )  # nothing writes a token per microsecond
+    # Nothing writes a token per microsecond.
+    assert (out.slo[0].tpot_slo_s, out.slo[0].attained) == (60.0, False)
     relaxed = [SLOStage(slo_tpot=50.0, until=" = name\n"), SLOStage(slo_tpot=50.0)]
     out = generator.generate(**inputs, **options, slo_tpot=relaxed)  # for all rows
     assert out.slo[0].attained is True
@@ -76,9 +73,7 @@ def test_stages_by_text_need_a_tokenizer(model):
 
 def test_stages_from_a_saved_generation_config(pair, tmp_path):
     generator, inputs = pair
-    options: dict[str, Any] = dict(
-        do_sample=False, max_new_tokens=60, eos_token_id=0, pad_token_id=1
-    )
+    options = dict(do_sample=False, max_new_tokens=60, eos_token_id=0, pad_token_id=1)
     GenerationConfig(**options, slo_tpot=STAGES, return_dict_in_generate=True).save_pretrained(
         tmp_path
     )

@@ -41,7 +41,7 @@ def criterion(kind, tokenizer, stops):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_they_are_found_where_stock_finds_them(name):
+def test_stop_strings_are_found_where_stock_finds_them(name):
     tokenizer = TOKENIZERS[name]()
     rng = random.Random(0)
     num_found = num_refused = 0
@@ -79,7 +79,7 @@ def test_they_are_found_where_stock_finds_them(name):
     assert num_found > 20 and (num_refused or name != "words")
 
 
-def test_no_table_is_made(monkeypatch):
+def test_stop_strings_need_no_embedding_table(monkeypatch):
     def refuse(*_):
         raise AssertionError("the tables of 200 strings take minutes")
 
@@ -93,7 +93,7 @@ def test_no_table_is_made(monkeypatch):
     )
 
 
-def test_tokens_that_are_added_are_known(monkeypatch):
+def test_added_tokens_can_complete_stop_strings(monkeypatch):
     tokenizer = whole_words()
     monkeypatch.setattr(stop_strings, "_known", stop_strings.WeakKeyDictionary())
     assert criterion(StopStrings, tokenizer, ["zz"]) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecConfig, UnsupportedModelError
 from hf_slospec.generate.call import Decoder
 from tests.support.forced_kernels import WORKING, force_kernel
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_copy, tiny_model
 
 KERNELS = [name for name, dtype in WORKING if dtype is torch.bfloat16]
 
@@ -29,7 +28,7 @@ def _kernel(request, monkeypatch):
 
 
 def model_in_training():
-    return copy.deepcopy(tiny_model("llama")).train()
+    return tiny_copy("llama").train()
 
 
 @pytest.mark.usefixtures("_kernel")
@@ -102,7 +101,7 @@ def test_gradient_checkpointing_is_refused_by_name():
 
 
 def test_what_stock_ignores_is_ignored_and_nothing_warns():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     inputs = ragged_prompts(2)
     config = GenerationConfig(max_new_tokens=6, do_sample=False)
     expected = model.generate(**inputs, labels=inputs["input_ids"], generation_config=config)
@@ -118,7 +117,7 @@ def test_what_stock_ignores_is_ignored_and_nothing_warns():
 
 
 def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(monkeypatch):
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_copy("llama")
     monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs: inputs)
     hf_slospec.enable(model, always=True)
     with pytest.warns(FallbackWarning, match="generate_batch does not speculate"):
@@ -133,13 +132,11 @@ def test_pipelines_speculate(slo_tpot, monkeypatch):
     model.float(), draft.float()
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     prompts = ["def main():\n", "import os\n", "class Stack:\n"]
-    options: dict[str, Any] = dict(
-        max_new_tokens=24, do_sample=True, return_full_text=False, batch_size=2
-    )
+    options = dict(max_new_tokens=24, do_sample=True, return_full_text=False, batch_size=2)
     torch.manual_seed(0)
     expected = pipe(prompts, **options)
     hf_slospec.enable(model, draft, always=slo_tpot is None)
-    calls = list[Any]()
+    calls = []
     decode = Decoder.generate
     monkeypatch.setattr(
         Decoder, "generate", lambda self, *given: calls.append(given[0]) or decode(self, *given)
@@ -149,27 +146,3 @@ def test_pipelines_speculate(slo_tpot, monkeypatch):
         pipe(prompts, **options, **({} if slo_tpot is None else {"slo_tpot": slo_tpot})) == expected
     )
     assert calls == [slo_tpot] * 2
-
-
-@pytest.mark.filterwarnings("error::hf_slospec.FallbackWarning")
-def test_batches_of_lm_eval_speculate():
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
-    instance = pytest.importorskip("lm_eval.api.instance").Instance
-    model, draft, tokenizer = (copy.deepcopy(part) for part in hf_slospec.load_tiny_pair())
-    harness = huggingface.HFLM(
-        pretrained=model.float(), tokenizer=tokenizer, batch_size=3, device="cpu"
-    )
-    until = [["\n\n", "return"], ["):\n"], ["self", "\n"]]
-    asked = [
-        instance(
-            "generate_until",
-            {},
-            (prompt, {"until": strings, "max_gen_toks": 24, "do_sample": False}),
-            0,
-        )
-        for strings in until
-        for prompt in hf_slospec.tiny_prompts()[:4]
-    ]
-    expected = harness.generate_until(asked, disable_tqdm=True)
-    hf_slospec.enable(model, draft.float(), always=True)
-    assert harness.generate_until(asked, disable_tqdm=True) == expected

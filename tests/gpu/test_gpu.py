@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 
 import pytest
@@ -29,6 +28,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here
     check_row,
     check_self,
     moved,
+    on_cuda,
     serve,
     test_a_capture_that_fails_leaves_cuda_usable,
     test_an_answer_one_question_late,
@@ -55,6 +55,9 @@ pytestmark = [
 ]
 CAUSAL = SUPPORT.read_text(encoding="utf-8").split("\n## Image-text models\n")[0]
 JOINT = (torch.nn.Linear, "forward")
+ROOT, BRANCHING, CHAIN = TREES
+LONG = [(4099, 2, BRANCHING), (0, 1, CHAIN), (1500, 1, ROOT), (2000, 512, ROOT), (0, 300, ROOT)]
+PLAIN = (None, None, False)  # window, softcap, sinks
 EXACT = re.findall(r"^\| (\w+) \| [^|]+ \| exact \|", CAUSAL, re.MULTILINE)
 
 
@@ -81,24 +84,14 @@ def test_every_kind_of_row(kernel, dtype, window, name):
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options", [(None, None, False), (9, 2.0, True)], ids=["plain", "window-softcap-sinks"]
-)
+@pytest.mark.parametrize("options", [PLAIN, (9, 2.0, True)], ids=["plain", "window-softcap-sinks"])
 def test_every_kind_of_row_by_triton(dtype, options, name):
     check_row(ROWS[name], (8, 2, 64), dtype, *options, backend=TreeAttention())
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (4, 2, 8), (12, 4, 96)])
 def test_long_prefixes_by_triton(heads):
-    root, branching, chain = TREES
-    spans = [
-        (4099, 2, branching),
-        (0, 1, chain),
-        (1500, 1, root),
-        (2000, 512, root),
-        (0, 300, root),
-    ]
-    check_row(spans, heads, torch.bfloat16, None, None, False, backend=TreeAttention())
+    check_row(LONG, heads, torch.bfloat16, *PLAIN, backend=TreeAttention())
 
 
 def test_rotary_embeddings_are_equal_bit_by_bit():
@@ -116,13 +109,12 @@ def test_rotary_embeddings_are_equal_bit_by_bit():
     ("family", "num_places"), [("llama", 3), ("qwen3", 3), ("gemma3", 3), ("gpt2", 0)]
 )
 def test_layers_are_fused(family, num_places):
-    model = copy.deepcopy(tiny_model(family)).to(CUDA, torch.bfloat16)
+    model = on_cuda(tiny_model(family), torch.bfloat16)
     options = OverrideOptions("cuda", fused_layers=True)
     fused = overridden(model, FusedLayers.for_model(model, options))
     ids = torch.arange(3, 9, device=CUDA)[None]
-    assert (
-        len(fused.attributes) - (JOINT in fused.attributes) == num_places
-    )  # joint where that is measured to be faster
+    # Projections are joint where that is measured to be faster.
+    assert len(fused.attributes) - (JOINT in fused.attributes) == num_places
     plain = model(ids).logits
     with fused.in_force():
         assert (model(ids).logits - plain).norm() < 0.03 * plain.norm()
@@ -138,8 +130,7 @@ def test_products_by_several_weights(num_rows, inputs):
         torch.testing.assert_close(
             out.float(), rows.float() @ weight.float().T, rtol=0.02, atol=0.02 * inputs**0.5
         )
-    gate = weights[1] / inputs**0.5
-    up = weights[2][:1024].repeat(2, 1)[:1024] / inputs**0.5
+    gate, up = (weight / inputs**0.5 for weight in (weights[1], weights[2].repeat(2, 1)[:1024]))
     expected = torch.nn.functional.silu(rows.float() @ gate.float().T) * (
         rows.float() @ up.float().T
     )
@@ -152,15 +143,7 @@ def test_products_by_several_weights(num_rows, inputs):
 @pytest.mark.parametrize("window", [None, 1000])
 def test_long_prefixes(kernel, heads, window):
     """Cut into pieces, and two prompts of several hundred tokens beside them."""
-    root, branching, chain = TREES
-    spans = [
-        (4099, 2, branching),
-        (0, 1, chain),
-        (1500, 1, root),
-        (2000, 512, root),
-        (0, 300, root),
-    ]
-    check_row(spans, heads, torch.bfloat16, window, None, False)
+    check_row(LONG, heads, torch.bfloat16, window, None, False)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -177,47 +160,42 @@ def test_every_attention_call_of_every_class(attention, name):
     assert compare_layers(model, TOLERANCE[torch.bfloat16], attention) >= 2
 
 
-@pytest.mark.parametrize("sizes", [(1, 3, 4), (4, 4, 3), (16, 2, 5)], ids=str)
-def test_bf16_parts_from_stock_at_near_ties_only(kernel, sizes):
-    batch, width, depth = sizes
+def tiny_pair(batch, **settings):
+    """Return a generator with the embedded pair in bf16, and so many prompts."""
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
-    inputs = tokenizer(
-        tiny_prompts()[:batch], return_tensors="pt", padding=True, padding_side="left"
+    texts = tiny_prompts()[:batch]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    config = SLOSpecConfig(policy="fixed", **settings)
+    return SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config), moved(inputs)
+
+
+def check_near_ties(batch, width, depth, attention):
+    generator, inputs = tiny_pair(
+        batch, attention=attention, max_depth=depth, max_width=width, check_invariants=True
     )
-    config = SLOSpecConfig(
-        attention="flash", policy="fixed", max_depth=depth, max_width=width, check_invariants=True
-    )
-    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
-    report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
+    report = divergence_report(generator, inputs, do_sample=False, max_new_tokens=64)
     assert report.all_near_ties, report
 
 
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("sizes", [(1, 3, 4), (4, 4, 3), (16, 2, 5)], ids=str)
+def test_bf16_differs_from_stock_at_near_ties_only(sizes):
+    check_near_ties(*sizes, "flash")
+
+
 @pytest.mark.parametrize("attention", ["auto", "flash", "sdpa", "4d_mask"])
-def test_speculation_is_worth_a_tree_on_cuda(attention):
-    """Not a timing: rows of a batch commit more than one token a step, whichever backend runs."""
-    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
-    inputs = tokenizer(tiny_prompts()[:8], return_tensors="pt", padding=True, padding_side="left")
-    config = SLOSpecConfig(attention=attention, policy="fixed", max_depth=4, max_width=3)
-    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
+def test_rows_commit_more_than_one_token_a_step(attention):
+    generator, inputs = tiny_pair(8, attention=attention, max_depth=4, max_width=3)
     output = generator.generate(
-        **moved(inputs), do_sample=False, max_new_tokens=48, return_dict_in_generate=True
+        **inputs, do_sample=False, max_new_tokens=48, return_dict_in_generate=True
     )
     assert sum(row.steps for row in output.slo) < 0.6 * 8 * 47
 
 
 @pytest.mark.parametrize("attention", ["triton", "flash"])
 @pytest.mark.parametrize("streams", [1, 6])
-def test_graphs_part_from_stock_at_near_ties_only(captures, attention, streams):
-    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
-    inputs = tokenizer(
-        tiny_prompts()[:streams], return_tensors="pt", padding=True, padding_side="left"
-    )
-    config = SLOSpecConfig(
-        attention=attention, policy="fixed", max_depth=4, max_width=3, check_invariants=True
-    )
-    generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
-    report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
-    assert report.all_near_ties, report
+def test_graphs_differ_from_stock_at_near_ties_only(captures, attention, streams):
+    check_near_ties(streams, 3, 4, attention)
     assert captures
 
 
@@ -230,26 +208,20 @@ def test_the_batcher_replays(captures):
 @pytest.mark.parametrize("shape", [(40, 24), (1536, 4096), (4096, 14336), (1, 4096)], ids=str)
 def test_products_of_a_row_are_the_same_beside_others(shape, dtype):
     outputs, inputs = shape
-    rows, weight = (
-        torch.randn(200, inputs).to(CUDA, dtype),
-        torch.randn(outputs, inputs).to(CUDA, dtype),
-    )
+    rows, weight = (torch.randn(n, inputs).to(CUDA, dtype) for n in (200, outputs))
     together = invariant_product(rows, weight, weight[:, 0])
     expected = rows.double() @ weight.double().T + weight[:, 0]
-    assert (together - expected).abs().max() <= (TOLERANCE.get(dtype, 1e-5)) * expected.abs().max()
+    assert (together - expected).abs().max() <= TOLERANCE.get(dtype, 1e-5) * expected.abs().max()
     for begin, end in ((0, 1), (3, 20), (63, 66), (199, 200)):
         assert torch.equal(
             invariant_product(rows[begin:end], weight, weight[:, 0]), together[begin:end]
         )
 
 
-@pytest.mark.parametrize(
-    "options", [(None, None, False), (90, 2.0, True)], ids=["plain", "window-softcap-sinks"]
-)
+@pytest.mark.parametrize("options", [PLAIN, (90, 2.0, True)], ids=["plain", "window-softcap-sinks"])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 1, 256), (4, 2, 8)], ids=str)
-def test_paths_are_what_masks_are(heads, options):
-    root, branching, chain = TREES
-    spans = [(1090, 2, branching), (0, 1, chain), (63, 200, root), (0, 300, root)]
+def test_paths_equal_masks(heads, options):
+    spans = [(1090, 2, BRANCHING), (0, 1, CHAIN), (63, 200, ROOT), (0, 300, ROOT)]
     check_row(spans, heads, torch.bfloat16, *options, backend=TreeAttention(by_path=True))
 
 
@@ -257,11 +229,8 @@ def test_paths_are_what_masks_are(heads, options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_self_is_always_the_same(dtype, family):
     """The trial of exact bits would refuse a device whose kernels depend on the batch."""
-    model, draft = (
-        copy.deepcopy(tiny_model(family, noise=noise)).to(CUDA, dtype) for noise in (0.0, 0.03)
-    )
-    prompts = ragged_texts(5)
-    check_self(model, draft, prompts, do_sample=False, max_new_tokens=24)
+    models = [on_cuda(tiny_model(family, noise=noise), dtype) for noise in (0.0, 0.03)]
+    check_self(*models, ragged_texts(5), do_sample=False, max_new_tokens=24)
 
 
 @pytest.mark.parametrize(

@@ -77,17 +77,34 @@ def eagle3_fields(**changes):
     return fields | changes
 
 
-def spread(head, target, seed):
-    """Random tensors of a head's own modules, large enough that each of them matters."""
+def random_tensors(shapes, seed=5):
+    """Random tensors of these shapes, large enough that each of them matters."""
     generator = torch.Generator().manual_seed(seed)
-    state = own_modules(head, target).state_dict()
     return {
-        name: torch.rand(tensor.shape, generator=generator) + 0.5
+        name: torch.rand(shape, generator=generator) + 0.5
         if "norm" in name
-        else torch.randn(tensor.shape, generator=generator)
-        * (0.5 if tensor.ndim < 2 else 2 / tensor.shape[-1] ** 0.5)
-        for name, tensor in state.items()
+        else torch.randn(shape, generator=generator)
+        * (0.5 if len(shape) < 2 else 2 / shape[-1] ** 0.5)
+        for name, shape in shapes.items()
     }
+
+
+def vocabulary_maps(draft_vocab):
+    """Return the tensors d2t and t2d of a reduced vocabulary."""
+    ids = (
+        torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:draft_vocab]
+        .sort()
+        .values
+    )
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[ids] = True
+    return {"d2t": ids - torch.arange(draft_vocab), "t2d": t2d}
+
+
+def spread(head, target, seed):
+    """Random tensors of a head's own modules."""
+    state = own_modules(head, target).state_dict()
+    return random_tensors({name: tensor.shape for name, tensor in state.items()}, seed)
 
 
 def eagle3_tensors(flags, draft_vocab=DRAFT_VOCAB, **changes):
@@ -96,18 +113,7 @@ def eagle3_tensors(flags, draft_vocab=DRAFT_VOCAB, **changes):
     config = LlamaConfig.from_dict(eagle3_fields(**changes))
     settings = Eagle3Settings((2, 4, 5), HIDDEN, draft_vocab, **dict.fromkeys(flags, True))
     tensors = spread(Eagle3Head(config, settings, target.get_input_embeddings()), target, seed=1)
-    if draft_vocab < VOCAB:
-        ids = (
-            torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:draft_vocab]
-            .sort()
-            .values
-        )
-        tensors["d2t"], tensors["t2d"] = (
-            ids - torch.arange(draft_vocab),
-            torch.zeros(VOCAB, dtype=torch.bool),
-        )
-        tensors["t2d"][ids] = True
-    return tensors
+    return tensors | (vocabulary_maps(draft_vocab) if draft_vocab < VOCAB else {})
 
 
 def mtp_tensors(family):

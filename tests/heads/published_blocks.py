@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from tests.heads import references
-from tests.heads.checkpoints import DRAFT_VOCAB, HIDDEN, target_of
+from tests.heads.checkpoints import (
+    DRAFT_VOCAB,
+    HIDDEN,
+    random_tensors,
+    target_of,
+    vocabulary_maps,
+)
 from tests.support.toys.tiny_models import VOCAB
 
 BLOCK = 5
@@ -40,18 +46,6 @@ MARKOV_TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
     "rnn": {"joint_proj.weight": (3 * RANK, 2 * RANK + HIDDEN), "joint_proj.bias": (3 * RANK,)},
 }
 Tensors = dict[str, torch.Tensor]
-
-
-def random_tensors(shapes, seed=5):
-    """Random tensors of these shapes, large enough that each of them matters."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.rand(shape, generator=generator) + 0.5
-        if "norm" in name
-        else torch.randn(shape, generator=generator)
-        * (0.5 if len(shape) < 2 else 2 / shape[-1] ** 0.5)
-        for name, shape in shapes.items()
-    }
 
 
 def layer_shapes(head_dim=HEAD_DIM, num_kv_heads=2, input_size=HIDDEN):
@@ -132,15 +126,8 @@ def block_tensors(markov="", confidence=0, draft_vocab=VOCAB, num_features=2):
 
 def reduced(tensors):
     """Add the tensors of a reduced vocabulary."""
-    ids = (
-        torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCAB]
-        .sort()
-        .values
-    )
-    t2d = torch.zeros(VOCAB, dtype=torch.bool)
-    t2d[ids] = True
     own = random_tensors({"lm_head.weight": (DRAFT_VOCAB, HIDDEN)}, seed=6)
-    return tensors | own | {"d2t": ids - torch.arange(DRAFT_VOCAB), "t2d": t2d}
+    return tensors | own | vocabulary_maps(DRAFT_VOCAB)
 
 
 def whole(tensors):

@@ -34,11 +34,13 @@ def rotated(x, positions, theta, size, share=1.0):
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def attention(q, k, v):
+def attention(q, k, v, window=None):
     """Return causal attention of [num_tokens, num_heads, head_dim], its heads side by side."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+    distances = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    unseen = (distances < 0) | (distances >= (window or math.inf))
+    scores = scores.masked_fill(unseen, -torch.inf)
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
 
 
@@ -55,28 +57,38 @@ def mlp(x, weights, name):
     return linear(gated, weights, f"{name}.down_proj")
 
 
-def llama_attention(x, weights, name, positions, config):
-    size = config.head_dim
-    theta = config.rope_parameters["rope_theta"]
-    q, k, v = (heads(x, weights, f"{name}.{part}_proj", size) for part in "qkv")
-    q, k = (rotated(part, positions, theta, size) for part in (q, k))
-    return linear(attention(q, k, v), weights, f"{name}.o_proj")
-
-
-def eagle3(embeds, hidden, positions, weights, config, flags):
-    """Return logits and next hidden states of [num_tokens, hidden]."""
+def layer_attention(x, weights, name, positions, config, window=None):
+    """Return the attention of a Llama or Qwen3 layer, [num_tokens, hidden]."""
     eps = config.rms_norm_eps
-    name = "midlayer"
-    embedded = rms_norm(embeds, weights[f"{name}.input_layernorm.weight"], eps)
-    normed = rms_norm(hidden, weights[f"{name}.hidden_norm.weight"], eps)
-    both = torch.cat((embedded, normed), dim=-1)
-    y = normed if "norm_before_residual" in flags else hidden
-    y = y + llama_attention(both, weights, f"{name}.self_attn", positions, config)
-    y = y + mlp(
-        rms_norm(y, weights[f"{name}.post_attention_layernorm.weight"], eps), weights, f"{name}.mlp"
-    )
-    output = rms_norm(y, weights["norm.weight"], eps)
-    return output @ weights["lm_head.weight"].T, output if "norm_output" in flags else y
+    size = config.head_dim
+    q, k, v = (heads(x, weights, f"{name}.{part}_proj", size) for part in "qkv")
+    if f"{name}.q_norm.weight" in weights:
+        q = rms_norm(q, weights[f"{name}.q_norm.weight"], eps)
+        k = rms_norm(k, weights[f"{name}.k_norm.weight"], eps)
+    q, k = (rotated(part, positions, config.rope_parameters["rope_theta"], size) for part in (q, k))
+    return linear(attention(q, k, v, window), weights, f"{name}.o_proj")
+
+
+def layer_mlp(x, weights, name, config):
+    """Return a residual stream after a layer's MLP, [num_tokens, hidden]."""
+    norm = weights[f"{name}.post_attention_layernorm.weight"]
+    return x + mlp(rms_norm(x, norm, config.rms_norm_eps), weights, f"{name}.mlp")
+
+
+def eagle3(embeds, hidden, positions, weights, config, windows=(None,), flags=()):
+    """Return logits and next hidden states, [num_tokens, hidden], of Llama or Qwen3 layers."""
+    eps = config.rms_norm_eps
+    for index, window in enumerate(windows):
+        name = f"layers.{index}"
+        x = rms_norm(hidden if index else embeds, weights[f"{name}.input_layernorm.weight"], eps)
+        if not index:
+            normed = rms_norm(hidden, weights[f"{name}.hidden_norm.weight"], eps)
+            x = torch.cat((x, normed), dim=-1)
+            hidden = normed if "norm_before_residual" in flags else hidden
+        attended = layer_attention(x, weights, f"{name}.self_attn", positions, config, window)
+        hidden = layer_mlp(hidden + attended, weights, name, config)
+    output = rms_norm(hidden, weights["norm.weight"], eps)
+    return output @ weights["lm_head.weight"].T, output if "norm_output" in flags else hidden
 
 
 def eagle3_combined(features, weights, eps, flags):
@@ -98,50 +110,8 @@ def mtp(embeds, hidden, positions, weights, config, lm_head):
     hidden = rms_norm(hidden, weights["pre_fc_norm_hidden.weight"], eps)
     y = torch.cat((embeds, hidden), dim=-1) @ weights["fc.weight"].T
     normed = rms_norm(y, weights[f"{name}.input_layernorm.weight"], eps)
-    y = y + llama_attention(normed, weights, f"{name}.self_attn", positions, config)
-    y = y + mlp(
-        rms_norm(y, weights[f"{name}.post_attention_layernorm.weight"], eps), weights, f"{name}.mlp"
-    )
-    y = rms_norm(y, weights["norm.weight"], eps)
-    return y @ lm_head.T, y
-
-
-def qwen3_next_mtp(embeds, hidden, positions, weights, config, lm_head):
-    """MTP layer of Qwen3-Next: norms around 1, gated attention with partial rotation, experts and a
-    shared one.
-    """
-    size = config.head_dim
-    eps = config.rms_norm_eps
-    name = "layers.0"
-
-    def norm(x, part):
-        return rms_norm(x, 1 + weights[f"{part}.weight"], eps)
-
-    y = torch.cat(
-        (norm(embeds, "pre_fc_norm_embedding"), norm(hidden, "pre_fc_norm_hidden")), dim=-1
-    )
-    y = y @ weights["fc.weight"].T
-
-    x = norm(y, f"{name}.input_layernorm")
-    own = f"{name}.self_attn"
-    q, gate = heads(x, weights, f"{own}.q_proj", 2 * size).chunk(2, dim=-1)
-    q = norm(q, f"{own}.q_norm")
-    k = norm(heads(x, weights, f"{own}.k_proj", size), f"{own}.k_norm")
-    rope = config.rope_parameters
-    num_rotated = int(size * rope["partial_rotary_factor"])
-    q, k = (rotated(part, positions, rope["rope_theta"], num_rotated) for part in (q, k))
-    attended = attention(q, k, heads(x, weights, f"{own}.v_proj", size)) * gate.flatten(1).sigmoid()
-    y = y + linear(attended, weights, f"{own}.o_proj")
-
-    x = norm(y, f"{name}.post_attention_layernorm")
-    own = f"{name}.mlp"
-    chosen = (x @ weights[f"{own}.gate.weight"].T).softmax(-1).topk(config.num_experts_per_tok)
-    routed = chosen.values / chosen.values.sum(-1, keepdim=True)
-    for row in range(len(x)):
-        for share, expert in zip(routed[row], chosen.indices[row].tolist(), strict=True):
-            y[row] += share * mlp(x[row], weights, f"{own}.experts.{expert}")
-    shared = mlp(x, weights, f"{own}.shared_expert")
-    y = norm(y + (x @ weights[f"{own}.shared_expert_gate.weight"].T).sigmoid() * shared, "norm")
+    y = y + layer_attention(normed, weights, f"{name}.self_attn", positions, config)
+    y = rms_norm(layer_mlp(y, weights, name, config), weights["norm.weight"], eps)
     return y @ lm_head.T, y
 
 
@@ -376,33 +346,3 @@ def dspark(
         features = torch.cat((hidden, embed))[: proj.shape[1]]
         confidence = float((proj[0] @ features + weights["confidence_head.proj.bias"]).sigmoid())
     return logits, confidence
-
-
-def eagle3_layers(embeds, hidden, positions, weights, config, windows):
-    """Return logits and next hidden states, [num_tokens, hidden], of Llama or Qwen3 layers."""
-    eps = config.rms_norm_eps
-    size = config.head_dim
-    theta = config.rope_parameters["rope_theta"]
-    distances = positions[:, None] - positions
-    for index, window in enumerate(windows):
-        name = f"layers.{index}"
-        x = rms_norm(hidden if index else embeds, weights[f"{name}.input_layernorm.weight"], eps)
-        if not index:
-            x = torch.cat((x, rms_norm(hidden, weights[f"{name}.hidden_norm.weight"], eps)), dim=-1)
-        q, k, v = (heads(x, weights, f"{name}.self_attn.{part}_proj", size) for part in "qkv")
-        if f"{name}.self_attn.q_norm.weight" in weights:
-            q, k = (
-                rms_norm(part, weights[f"{name}.self_attn.{norm}.weight"], eps)
-                for part, norm in ((q, "q_norm"), (k, "k_norm"))
-            )
-        q, k = (rotated(part, positions, theta, size) for part in (q, k))
-        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
-        unseen = (distances < 0) | (distances >= (window or math.inf))
-        scores = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(size)).masked_fill(
-            unseen, -torch.inf
-        )
-        attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
-        hidden = hidden + linear(attended, weights, f"{name}.self_attn.o_proj")
-        x = rms_norm(hidden, weights[f"{name}.post_attention_layernorm.weight"], eps)
-        hidden = hidden + mlp(x, weights, f"{name}.mlp")
-    return rms_norm(hidden, weights["norm.weight"], eps) @ weights["lm_head.weight"].T, hidden

@@ -11,7 +11,8 @@ import torch
 from hf_slospec.engine.acceptance import SHARPNESS
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.block_drafter import block_marginals, block_trees
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.model.test_coupling import VOCAB, KnownNoise, random_logits, requests_with
 from tests.support.toys.trees import path_to
 
@@ -73,16 +74,6 @@ def test_positions_of_sampled_requests_are_ranked_by_their_noise():
         best = scores.softmax(-1).sort(descending=True)
         assert tokens[place, depth].tolist() == best.indices.tolist()
         np.testing.assert_allclose(probs[place, depth], best.values.numpy(), rtol=1e-5)
-
-
-def test_first_candidates_of_a_head_that_knows_the_target_are_its_choices():
-    sampler = KnownNoise(2, seed=5)
-    logits = random_logits(2, 4, VOCAB)
-    tokens, _ = block_marginals(requests_with(sampler, 2), logits, 3)
-    noise = torch.stack(
-        [torch.stack([sampler.at(depth, place) for depth in range(4)]) for place in range(2)]
-    )
-    assert tokens[..., 0].tolist() == (logits.softmax(-1) / noise).argmax(-1).tolist()
 
 
 def test_processors_that_read_the_text_get_the_first_candidates():

@@ -12,15 +12,12 @@ from transformers import Qwen3Config
 
 from hf_slospec.cuda import flash_kernels as kernel_choice
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.heads.block_drafter import block_rows, block_tokens, context_tokens
+from hf_slospec.heads.block_drafter import block_tokens, context_tokens
 from hf_slospec.heads.dflash import DFlashHead
-from hf_slospec.model.measure import measure
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.trial import check_by_trial
 from tests.heads import references
 from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
-from tests.support.toys.tiny_models import tiny_model
 
 VOCAB = 53
 HIDDEN = 32
@@ -165,17 +162,6 @@ def test_blocks_are_those_of_the_formulas(variant, attention, monkeypatch):
             )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_trial_passes_and_costs_are_measured(variant):
-    packed = PackedModel(random_head(config_of(variant)))
-    check_by_trial(packed)
-    windows = [
-        WINDOW if kind == "sliding_attention" else None for kind in packed.model.config.layer_types
-    ]
-    assert [layer.window for layer in packed.layers] == windows
-    assert measure(packed, 0.01).fit()(BLOCK) > 0.0
-
-
 def test_context_costs_neither_queries_nor_mlps():
     packed = PackedModel(random_head(config_of()))
     called = set[str]()
@@ -190,38 +176,6 @@ def test_context_costs_neither_queries_nor_mlps():
             NOTHING,
         )
         assert called - {""} == {"k_proj", "k_norm", "v_proj", "rotary_emb"}
-
-
-def test_only_the_rows_that_are_asked_for_have_logits():
-    head = random_head(config_of())
-    assert block_rows(head, 3, 2).tolist() == [1, 2, 6, 7, 11, 12]
-    assert block_rows(head, 2, 99).tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
-    packed = PackedModel(head)
-    with texts_of(packed, 2) as texts:
-        texts.cache([3, 5])
-        parts = [block_tokens(head, own, [7] * (own.length + 1)) for own in texts.sequences]
-        some = packed.forward(packed.kv_cache.pool, parts, block_rows(head, 2, 3))
-        torch.testing.assert_close(some.view(2, 3, VOCAB), texts.blocks([7, 7])[:, 1:4])
-
-
-def test_the_targets_modules_are_shared_and_unchanged():
-    target = copy.deepcopy(
-        tiny_model("gemma3")
-    )  # its embeddings have a factor, the head's are without it
-    before = {name: parameter.clone() for name, parameter in target.named_parameters()}
-    settings = dict(vocab_size=101, target_hidden_size=32)
-    head = DFlashHead(
-        config_of(**settings), target.get_input_embeddings(), target.get_output_embeddings()
-    )
-    assert (
-        head.embed_tokens is target.get_input_embeddings()
-        and head.lm_head is target.get_output_embeddings()
-    )
-    assert all(
-        torch.equal(parameter, before[name]) for name, parameter in target.named_parameters()
-    )
-    ids = torch.tensor([[3, 50]])
-    torch.testing.assert_close(head.embed(ids), target.get_input_embeddings().weight[ids])
 
 
 @pytest.mark.parametrize(

@@ -1,91 +1,50 @@
-"""The trained heads of the embedded target: they load, pack, and draft better than the embedded
-draft model.
-"""
+"""The trained heads of the embedded target draft better than the embedded draft model."""
 
 from __future__ import annotations
 
-import functools
-
-import pytest
 import torch
-from transformers import DynamicCache
 
-from hf_slospec import load_tiny_pair
-from hf_slospec.heads.loading import load_head
-from hf_slospec.heads.mtp import DraftHead
+from hf_slospec import load_drafter, load_tiny_pair
+from hf_slospec.drafters.assistant import AssistantMethod
+from hf_slospec.drafters.methods import Room
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.trial import check_by_trial
+from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tiny.embedded import FOLDER, tiny_prompts
 from tests.support.breadth import quick_or
 
-LEVELS = 4
 NEW_TOKENS = 64
-STRIDE = 6
-KINDS = ["eagle3", "mtp"]
-
-pair = functools.cache(load_tiny_pair)
-
-
-@functools.cache
-def greedy_texts():
-    """Prompts with greedy text of the target.  [1, length] int64 each"""
-    target, _, tokenizer = pair()
-    prompts = [
-        tokenizer(prompt, return_tensors="pt") for prompt in tiny_prompts()[: quick_or(3, 6)]
-    ]
-    return [
-        target.generate(
-            **prompt, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS
-        )
-        for prompt in prompts
-    ]
-
-
-def accepted(drafted, text, begin):
-    """Return how many drafted tokens are those of the text from ``begin`` on, up to the first that
-    is not.
-    """
-    same = [token == int(text[0, begin + level]) for level, token in enumerate(drafted)]
-    return [*same, False].index(False)
-
-
-def chain_of(head, features, text, begin):
-    """Draft the tokens from ``begin`` on, one level after another."""
-    cache = DynamicCache()
-    drafted = list[int]()
-    tokens, hidden, positions = (
-        text[:, 1:begin],
-        head.combine(features[:, : begin - 1]),
-        torch.arange(begin - 1)[None],
-    )
-    for _ in range(LEVELS):
-        inputs = torch.cat((head.embed_tokens(tokens), hidden), dim=-1)
-        out = head(inputs_embeds=inputs, position_ids=positions, cache=cache).logits[:, -1:]
-        logits, hidden = out.split([out.shape[-1] - head.hidden_size, head.hidden_size], dim=-1)
-        tokens = logits.argmax(-1)
-        positions = positions[:, -1:] + 1
-        tokens = tokens if head.target_ids is None else head.target_ids[tokens]
-        drafted.append(int(tokens))
-    return drafted
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_forward_is_that_of_a_plain_one(kind):
-    check_by_trial(PackedModel(load_head(str(FOLDER / kind), pair()[0])))
+LEVELS = 4
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_of_its_tokens_are_accepted_than_of_the_draft_model(kind):
-    target, draft, _ = pair()
-    head: DraftHead = load_head(str(FOLDER / kind), target)
-    own = 0
-    of_draft = 0
-    for text in greedy_texts():
-        states = target(text, output_hidden_states=True).hidden_states
-        features = torch.cat([states[layer] for layer in head.feature_layers], dim=-1)
-        choices = draft(text).logits[0].argmax(-1).tolist()
-        for begin in range(text.shape[1] - NEW_TOKENS, text.shape[1] - LEVELS, STRIDE):
-            own += accepted(chain_of(head, features, text, begin), text, begin)
-            of_draft += accepted(choices[begin - 1 : begin - 1 + LEVELS], text, begin)
-    assert own > 1.2 * of_draft
+def test_more_proposals_of_the_heads_are_accepted_than_of_the_draft_model():
+    target, draft, tokenizer = load_tiny_pair()
+    texts = []
+    for prompt in tiny_prompts()[: quick_or(3, 6)]:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        out = target.generate(
+            ids, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS
+        )
+        texts.append((out[0].tolist(), target(out, output_hidden_states=True).hidden_states))
+
+    def num_accepted(method):
+        room = Room(LEVELS, target.config.vocab_size)
+        drafter = method.new_drafter(PackedModel(method.model), room)
+        total = 0
+        for text, states in texts:
+            for begin in range(len(text) - NEW_TOKENS, len(text) - LEVELS, 6):
+                request = Request(0, RequestParams(text[:begin], NEW_TOKENS))
+                if layers := drafter.feature_layers:
+                    features = [states[layer][0, : begin - 1] for layer in layers]
+                    drafter.take_features(request, 0, torch.cat(features, dim=-1))
+                [tree] = drafter.draft([request], Plan(LEVELS, 1))
+                expected = text[begin : begin + LEVELS]
+                same = [*(tree.tokens[1:] == expected[: tree.max_depth]), False]
+                total += same.index(False)
+                drafter.release(request)
+        return total
+
+    of_draft = num_accepted(AssistantMethod(draft))
+    for kind in ("eagle3", "mtp"):
+        assert num_accepted(load_drafter(str(FOLDER / kind), target)) > 1.2 * of_draft

@@ -20,7 +20,8 @@ from hf_slospec.drafters.lookup import PromptLookupDrafter
 from hf_slospec.drafters.past_answers import CONTEXT, END
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.suffix import AnswerTrees, SuffixDrafter
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import path_to
 
@@ -85,29 +86,19 @@ def test_only_suffix_searches_answers_to_other_prompts_and_no_prompts():
     assert not chain(SuffixDrafter(past), request_of([8, *PROMPT], []))
 
 
+@pytest.mark.parametrize("max_per_prompt", [32, 1])
 @pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
-def test_rows_of_one_prompt_see_each_other_while_they_run(kind):
-    drafter = kind(past=PastAnswers())
+def test_rows_of_one_prompt_see_each_other_while_they_run(kind, max_per_prompt):
+    """Also if fewer answers are kept than rows run."""
+    drafter = kind(past=PastAnswers(max_per_prompt=max_per_prompt))
     first = request_of(PROMPT, ANSWER)
     second = request_of(PROMPT, ANSWER[:2])
-    drafter.draft([first], Plan(4, 1))
+    drafter.draft([second, first], Plan(4, 1))
     assert chain(drafter, second) == ANSWER[2:]
     for request in (first, second):
         drafter.release(request)
         drafter.release(request)
-    assert len(drafter.past) == 2 and drafter.past.num_tokens == 8
-
-
-@pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
-def test_more_rows_than_answers_are_kept_draft_all_the_same(kind):
-    drafter = kind(past=PastAnswers(max_per_prompt=1))
-    first = request_of(PROMPT, ANSWER[:2])
-    second = request_of(PROMPT, ANSWER)
-    drafter.draft([first, second], Plan(4, 1))
-    assert chain(drafter, first) == ANSWER[2:]
-    drafter.release(first)
-    drafter.release(second)
-    assert len(drafter.past) == 1
+    assert len(drafter.past) == min(max_per_prompt, 2)
 
 
 def test_the_oldest_are_dropped():

@@ -20,7 +20,9 @@ from hf_slospec.drafters.lookup import LookupMethod
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.shared_kv import Gemma4Method, SharedKVDrafter, cached_layers
 from hf_slospec.model.sequences import Sequences
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.model.tree_mask import chain
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.breadth import quick_or
 from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
@@ -92,7 +94,7 @@ def drafter_with(target, assistant, texts, attention="sdpa"):
     drafter.read_kv_of(sequences)
     sequences.reserve(requests)
     for request in requests:
-        part = sequences.chain(request, request.tokens[:-1])
+        part = chain(sequences.packed, sequences.of(request), request.tokens[:-1])
         features = sequences.forward(
             [part], torch.empty(0, dtype=torch.int64), drafter.feature_layers
         ).features
@@ -211,28 +213,18 @@ def test_assistants_are_recognised_by_their_type():
 
 
 @pytest.mark.parametrize(
-    ("assistant", "match"),
+    ("target", "assistant", "match"),
     [
-        (dict(backbone_hidden_size=48), "hidden states of size 48 and the target has 32"),
-        (dict(vocab_size=12), "vocabulary of 12"),
-        (
-            dict(global_head_dim=32),
-            r"'full_attention' have \(2, 32\) K/V heads .* and \(2, 16\) in the target",
-        ),
-        (dict(num_key_value_heads=4), r"'sliding_attention' have \(4, 8\)"),
+        (tiny_target, lambda: tiny_assistant(backbone_hidden_size=48), "of size 48 and the target has 32"),
+        (tiny_target, lambda: tiny_assistant(vocab_size=12), "vocabulary of 12"),
+        (tiny_target, lambda: tiny_assistant(global_head_dim=32),
+         r"'full_attention' have \(2, 32\) K/V heads .* and \(2, 16\) in the target"),
+        (tiny_target, lambda: tiny_assistant(num_key_value_heads=4), r"'sliding_attention' have \(4, 8\)"),
+        (lambda: tiny_model("llama"), tiny_assistant, "'sliding_attention' and the target caches K/V of none"),
+        (tiny_target, lambda: tiny_assistant().bfloat16(), "bfloat16"),
+        (tiny_target, lambda: tiny_assistant().to("meta"), "on meta"),
     ],
-)
-def test_assistants_of_other_targets_are_refused(assistant, match):
+)  # fmt: skip
+def test_assistants_of_other_targets_are_refused(target, assistant, match):
     with pytest.raises(IncompatibleDraftError, match=match):
-        SLOSpecGenerator(tiny_target(), tiny_assistant(**assistant))
-
-
-def test_targets_that_cannot_share_are_refused():
-    with pytest.raises(
-        IncompatibleDraftError, match="'sliding_attention' and the target caches K/V of none"
-    ):
-        SLOSpecGenerator(tiny_model("llama"), tiny_assistant())
-    with pytest.raises(IncompatibleDraftError, match="bfloat16"):
-        SLOSpecGenerator(tiny_target(), tiny_assistant().bfloat16())
-    with pytest.raises(IncompatibleDraftError, match="on meta"):
-        SLOSpecGenerator(tiny_target(), tiny_assistant().to("meta"))
+        SLOSpecGenerator(target(), assistant())

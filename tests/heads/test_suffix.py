@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hf_slospec import MissingExtraError, PastAnswers
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.suffix import SuffixDrafter
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.toys.noise import KnownNoise
 from tests.support.toys.trees import path_to
 

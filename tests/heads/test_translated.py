@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.translated import TranslatedDrafter
 from hf_slospec.heads.translation import TokenTranslation
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.packed import packed_model
 from tests.support.served_pair import PROMPTS
@@ -73,7 +75,9 @@ TRANSLATIONS = {name: translation(tokenizer) for name, tokenizer in TOKENIZERS.i
 
 
 def translated(name, **options):
-    return TranslatedDrafter(PACKED[name], 20, TRANSLATIONS[name], **options)
+    return TranslatedDrafter(
+        PACKED[name], Room(20, len(TARGET_TOKENIZER), **options), TRANSLATIONS[name]
+    )
 
 
 def assert_same_trees(some, others):
@@ -89,7 +93,7 @@ def test_draft_with_other_ids_proposes_the_same(seed, max_kept):
     """Texts are any tokens, which come in any number at a time, to requests that come and go."""
     rng = np.random.default_rng(seed)
     plain = AssistantDrafter(
-        packed_model(DRAFT, "sdpa"), 20, len(TARGET_TOKENIZER), max_kept=max_kept
+        packed_model(DRAFT, "sdpa"), Room(20, len(TARGET_TOKENIZER), max_kept=max_kept)
     )
     other = translated("permuted", max_kept=max_kept)
     requests = list[Request]()
@@ -174,6 +178,6 @@ def test_texts_that_are_longer_for_the_draft_than_there_is_room():
     assert [tree.max_depth > 0 for tree in own.draft(requests, Plan(3, 1))] == [True, False, True]
     own.release(requests[0])
     own.release(requests[2])
-    plain = AssistantDrafter(PACKED["permuted"], 20, len(TARGET_TOKENIZER), max_slots=20)
+    plain = AssistantDrafter(PACKED["permuted"], Room(20, len(TARGET_TOKENIZER), max_slots=20))
     with pytest.raises(MemoryError):
         plain.draft(requests, Plan(3, 1))

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from hf_slospec import IncompatibleDraftError, tiny_prompts
 from hf_slospec.heads.translation import DraftTokens, TokenTranslation
 from hf_slospec.model.kept_prefixes import num_common
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.toys.tiny_tokenizers import (
     FOREIGN,
     byte_level,
@@ -141,16 +142,6 @@ def test_text_that_grows_is_split_as_the_whole_text_is(pair):
     ]
     assert (len(draft.tokens), differing) == (len(whole), [])
     assert changed <= 24  # tokens that are processed again
-
-
-def test_characters_in_parts_are_bytes_until_they_are_whole():
-    for target, draft in ((LARGE, SMALL), (SPACED, SMALL), (LARGE, SPACED)):
-        own = translation(target, draft)
-        tokens = own.target.split("a 🦜漢")
-        for size in range(1, len(tokens) + 1):
-            assert_same_text(own, tokens[:size], own.translate(tokens[:size]).tokens)
-        prefix = own._prefix
-        assert own.translate(tokens).tokens == prefix + own.draft.split("a 🦜漢")
 
 
 def test_the_same_text_is_the_same_token_whatever_the_space_sign():

@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig
 
 from hf_slospec import (
-    IncompatibleDraftError,
     SLOSpecGenerator,
     UnsupportedModelError,
     load_drafter,
@@ -28,19 +27,20 @@ from tests.heads.checkpoints import (
     eagle3_fields,
     eagle3_tensors,
     published_config,
+    random_tensors,
     speculators_config,
     target_of,
+    vocabulary_maps,
     write,
 )
 from tests.heads.published_blocks import (
     GLOBAL_DIM,
     best_products,
     gemma4,
-    random_tensors,
     whole,
     with_gemma4_layers,
 )
-from tests.heads.test_heads import PROMPT, Reference, assert_same
+from tests.heads.test_heads import PROMPT, Reference, assert_same, renamed_layer
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
 
@@ -72,12 +72,8 @@ def tensors_of(num_layers, *, qwen3=False, num_features=3):
 
 
 def reduced(tensors):
-    ids = eagle3_tensors(set())
-    return tensors | {
-        "lm_head.weight": tensors["lm_head.weight"][:DRAFT_VOCAB],
-        "d2t": ids["d2t"],
-        "t2d": ids["t2d"],
-    }
+    lm_head = tensors["lm_head.weight"][:DRAFT_VOCAB]
+    return tensors | {"lm_head.weight": lm_head} | vocabulary_maps(DRAFT_VOCAB)
 
 
 def renamed(tensors):
@@ -108,9 +104,6 @@ QWEN3 = dict(
 )
 # Config, the reference's tensors, the saved ones, and each layer's window.
 CASES: dict[str, tuple[dict[str, Any], Tensors, Tensors, list[int | None]]] = {
-    "layers": (nested(num_hidden_layers=3), reduced(tensors_of(3)), reduced(tensors_of(3)), [None] * 3),
-    "qwen3": (nested(model_type="qwen3", num_hidden_layers=2), reduced(tensors_of(2, qwen3=True)),
-              reduced(tensors_of(2, qwen3=True)), [None] * 2),
     "sliding": (nested(**SLIDING), reduced(tensors_of(2)), reduced(tensors_of(2)), [WINDOW, None]),
     "sliding qwen3": (nested(**SLIDING, model_type="qwen3", use_sliding_window=True),
                       reduced(tensors_of(2, qwen3=True)), reduced(tensors_of(2, qwen3=True)), [WINDOW, None]),
@@ -135,7 +128,7 @@ def test_levels_are_those_of_the_reference(name, tmp_path):
     features = torch.randn(PROMPT, num_features * HIDDEN)
     combined = features @ weights["fc.weight"].T
     torch.testing.assert_close(head.combine(features), combined, rtol=1e-5, atol=1e-5)
-    reference: Reference = lambda *entries: references.eagle3_layers(  # noqa: E731
+    reference: Reference = lambda *entries: references.eagle3(  # noqa: E731
         *entries, weights, head.config, windows
     )
     assert_same(head, combined, reference, len(weights["lm_head.weight"]))
@@ -154,10 +147,8 @@ def test_the_targets_output_layer_and_a_bias(tmp_path):
     features = torch.randn(PROMPT, 3 * HIDDEN)
     torch.testing.assert_close(head.combine(features), features @ tensors["fc.weight"].T + bias)
     weights = tensors | {"lm_head.weight": target.get_output_embeddings().weight}
-    reference: Reference = lambda *entries: references.eagle3(*entries, weights, head.config, set())  # noqa: E731
+    reference = partial(references.eagle3, weights=renamed_layer(weights), config=head.config)
     assert_same(head, head.combine(features).detach(), reference, VOCAB)
-    ours = SLOSpecGenerator(target, drafter=path, config=DRAFTS_ALWAYS)
-    assert_same_as_stock(target, ours.generate, ragged_prompts(2), **GREEDY)
 
 
 def gemma4_eagle3(**changes):
@@ -200,16 +191,11 @@ def test_levels_with_a_layer_of_gemma4(keys_are_values, tmp_path):
     ("config", "tensors", "error", "message"),
     [
         (gemma4_eagle3(num_hidden_layers=2), gemma4_tensors(True), UnsupportedModelError, "has 2 layers of Gemma 4"),
-        (gemma4_eagle3(enable_moe_block=True), gemma4_tensors(True), UnsupportedModelError, "enable_moe_block True"),
         (gemma4_eagle3(attention_k_eq_v=False), gemma4_tensors(True), UnsupportedModelError,
          r"it lacks midlayer\.self_attn\.v_proj"),
-        (nested(num_hidden_layers=2), reduced(tensors_of(3)), UnsupportedModelError, r"it has unknown layers\.2"),
         (nested(num_hidden_layers=3), reduced(tensors_of(2)), UnsupportedModelError, r"it lacks layers\.2"),
-        (nested(), reduced(tensors_of(1, qwen3=True)), UnsupportedModelError, "unknown midlayer.self_attn.k_norm"),
-        (nested(model_type="gemma2"), reduced(tensors_of(1)), UnsupportedModelError, "layers of type 'gemma2'"),
         (nested(layer_types=["sliding_attention"]), reduced(tensors_of(1)), UnsupportedModelError,
          "no sliding_window in its config"),
-        (nested(hidden_size=64), reduced(tensors_of(1)), IncompatibleDraftError, "hidden size of 64"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_fit_are_refused(config, tensors, error, message, tmp_path):
@@ -251,7 +237,7 @@ def peagle_tree(name, tokens, features, first, plan):
     embeds = weights["embed_tokens.weight"][[*tokens[first + 1 :], *[7] * (depth - 1)]]
     config = LlamaConfig.from_dict(eagle3_fields())
     entries = embeds, every @ weights["fc.weight"].T, torch.arange(first, first + len(every))
-    logits, _ = references.eagle3_layers(*entries, weights, config, [None] * 2)
+    logits, _ = references.eagle3(*entries, weights, config, [None] * 2)
     ids = torch.arange(len(weights["lm_head.weight"])) + weights.get(
         "d2t", torch.zeros(1, dtype=torch.int64)
     )

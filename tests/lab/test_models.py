@@ -57,7 +57,7 @@ def test_candidate_trees_are_sound_and_within_the_plan(seed, depth, width, num_r
 
 @given(seed=SEEDS, depth=st.integers(1, 5), width=st.integers(1, 4), emitted=st.integers(0, 4))
 @settings(deadline=None)
-def test_where_every_place_is_alike_the_beam_is_the_best_of_all_paths(seed, depth, width, emitted):
+def test_the_beam_holds_the_best_paths_where_all_positions_are_alike(seed, depth, width, emitted):
     rng = np.random.default_rng(seed)
     row = np.sort(rng.dirichlet(np.ones(4)))[::-1][:3]
     library = Library(
@@ -98,7 +98,7 @@ def test_chains_on_the_true_path_hold_its_own_probabilities(seed, depth, emitted
 
 @given(seed=SEEDS, depth=st.integers(1, 6), width=st.integers(1, 4))
 @settings(deadline=None)
-def test_what_is_accepted_is_the_text_as_far_as_the_tree_has_it(seed, depth, width):
+def test_accepted_tokens_are_the_text_as_far_as_the_tree_holds_it(seed, depth, width):
     library = library_of(seed, 12)
     clock = VirtualClock()
     request = request_of(0)
@@ -175,25 +175,20 @@ def test_requests_leave_the_batch_after_their_own_levels(seed, depths, width):
         assert tree.tokens.tolist() == full.up_to(depth).tokens.tolist()
 
 
-def test_requests_that_are_unsure_leave_the_batch():
-    library = library_of(0, 20, 20)
-    clock = VirtualClock()
-    library.child_probs[:20] = [0.9, 0.05, 0.03, 0.02]
-    library.child_probs[20:] = [0.4, 0.3, 0.2, 0.1]
-    requests = [request_of(0), request_of(1)]
-    trees = drafter_of(library, clock).draft(requests, Plan(3, 1, min_confidence=0.5))
-    assert [tree.max_depth for tree in trees] == [3, 1]
-    draft = HARDWARE.draft
-    assert clock.now_s == pytest.approx(float(draft(6, 2, 6) + 2 * draft(1, 1, 3)) + 2 * 0.0001)
-
-
-@pytest.mark.parametrize(("weights", "depths"), [((1.0, 1.0), [3, 1]), ((0.5, 2.0), [1, 2])])
-def test_requests_leave_the_batch_where_a_level_is_not_worth_its_time(weights, depths):
+@pytest.mark.parametrize(
+    ("limits", "weights", "depths"),
+    [
+        ({"min_confidence": 0.5}, (1.0, 1.0), [3, 1]),
+        ({"min_request_gain": 0.5}, (1.0, 1.0), [3, 1]),
+        ({"min_request_gain": 0.5}, (0.5, 2.0), [1, 2]),
+    ],
+)
+def test_requests_leave_the_batch_where_a_level_is_not_worth_its_time(limits, weights, depths):
     library = library_of(0, 20, 20)
     library.child_probs[:20] = [0.9, 0.05, 0.03, 0.02]
     library.child_probs[20:] = [0.4, 0.3, 0.2, 0.1]
     requests = [request_of(0), request_of(1)]
-    plan = Plan(3, 1, min_request_gain=0.5, weights=dict(zip(requests, weights, strict=True)))
+    plan = Plan(3, 1, weights=dict(zip(requests, weights, strict=True)), **limits)
     assert [tree.max_depth for tree in drafter_of(library).draft(requests, plan)] == depths
 
 

@@ -17,9 +17,8 @@ from hf_slospec.lab.systems import (
     ROUTERS,
     WITHOUT_SLO,
     Arrival,
-    power_of_two,
+    router_of,
     sequential,
-    shortest_queue,
 )
 from hf_slospec.lab.workload import Job
 from hf_slospec.request.params import RequestParams
@@ -39,11 +38,10 @@ class Offered(Watched):
         self.passed: dict[int, list[tuple[int, float, float]]] = {}
         for index, replica in enumerate(self.replicas):
             replica.add = self._noted(replica.add, index)
-            replica.offer = self._noted(replica.offer, index)
 
     def _noted(self, method, index):
-        def noted(request, now_s):
-            done = method(request, now_s)
+        def noted(request, now_s, *given):
+            done = method(request, now_s, *given)
             self.passed.setdefault(request.index, []).append(
                 (index, self.replicas[index].clock.now_s, now_s)
             )
@@ -100,20 +98,20 @@ def test_a_request_that_none_guarantees_is_offered_to_all_and_served():
     assert run.not_guaranteed == 6 and not any(outcome.guaranteed for outcome in run.outcomes)
 
 
-@pytest.mark.parametrize(("max_hops", "asked"), [(0, 1), (1, 2), (2, 3), (9, 3)])
-def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times(max_hops, asked):
-    choose = sequential(max_hops)
+@pytest.mark.parametrize(("num_replicas", "asked"), [(2, 2), (3, 3), (6, MAX_HOPS + 1)])
+def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times(
+    num_replicas, asked
+):
+    choose = sequential(0)
+    loads = loads_of(*[0] * num_replicas)
 
     def asked_of(is_guaranteed_by, has_slo=True):
         """Replicas that are asked until one takes the request, and whether it stays as best effort."""
         refused: list[int] = []
         while True:
             need = Need(1, 1, tpot_slo_s=0.1) if has_slo else WITHOUT_SLO
-            choice = choose(
-                Arrival(
-                    Request(0, RequestParams([1], 1)), need, loads_of(0, 0, 0), refused, (), 0.0
-                )
-            )
+            request = Request(0, RequestParams([1], 1))
+            choice = choose(Arrival(request, need, loads, refused, (), 0.0))
             if not choice.may_refuse or choice.replica == is_guaranteed_by:
                 return [*refused, choice.replica][
                     : len(refused) + choice.may_refuse
@@ -122,12 +120,10 @@ def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times
 
     assert asked_of(0) == ([0], False)
     assert asked_of(None) == (
-        [(1 + hop) % 3 for hop in range(asked)],
+        [(1 + hop) % num_replicas for hop in range(asked)],
         True,
     )  # the second one begins at the next
     assert asked_of(0, has_slo=False) == ([], True)  # nobody is asked
-    if max_hops:
-        assert asked_of(1) == ([0, 1], False)
 
 
 def test_many_requests_at_once_are_guaranteed_as_far_as_there_is_room():
@@ -172,11 +168,14 @@ def loads_of(*counts):
 
 
 def test_baselines_count_requests():
-    assert shortest_queue(loads_of(3, 1, 2, 1)) == 1
-    rng = np.random.default_rng(0)
-    chosen = {power_of_two(loads_of(3, 1, 2), rng) for _ in range(50)}
-    assert chosen == {1, 2}  # the longest queue is never the shorter one of two
-    assert power_of_two(loads_of(5), rng) == 0
+    def chosen(name, *counts):
+        router = router_of(name, 0)
+        request = Request(0, RequestParams([1], 1))
+        arrival = Arrival(request, WITHOUT_SLO, loads_of(*counts), (), (), 0.0)
+        return {router(arrival).replica for _ in range(50)}
+
+    assert chosen("shortest-queue", 3, 1, 2, 1) == {1}
+    assert chosen("power-of-two", 3, 1, 2) == {1, 2}  # the longest is never the shorter of two
 
 
 def test_unknown_routers_are_refused():

@@ -207,7 +207,7 @@ def test_an_interrupt_while_tokens_are_chosen_ends_the_run():
 JOB = Job(0.0, 100, 50)
 
 
-def test_a_policy_of_ones_own_decides():
+def test_make_policy_replaces_the_policy_of_the_config():
     jobs = some_jobs(0, 8)
     config = config_of(
         '{"policy": "none", "max_depth": 6, "max_width": 1}'
@@ -230,7 +230,7 @@ def test_a_policy_of_ones_own_decides():
     assert own.totals.nodes > run().totals.nodes
 
 
-def test_what_is_wrong_with_its_decisions_is_said():
+def test_plans_beyond_the_limits_of_a_custom_policy_are_refused():
     class Greedy(FixedPolicy):
         def plan(self, *given):
             return Plan(7, 1)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import contextvars
 
 import numpy as np
-import pytest
-import torch
 
 from hf_slospec.model.attention.hook import AttentionHook, active_hook
-from hf_slospec.model.attention.sdpa import plan_sequences
-from hf_slospec.model.batch import AttentionLayer, CachedSequence, LayerShape, PackedBatch, Span
-from hf_slospec.model.kv_cache import KVPool
+from hf_slospec.model.batch import AttentionLayer, LayerShape
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.tree_mask import tree_after_chain
 from hf_slospec.tree.tree import TokenTree
@@ -39,39 +35,6 @@ def test_chain_and_tree_masks_against_paths():
         assert set(np.flatnonzero(mask[row]).tolist()) == seen
 
 
-@pytest.mark.parametrize(
-    ("window", "chunk"), [(None, None), (4, None), (None, 4), (None, 1), (5, 3)]
-)
-@pytest.mark.parametrize("length", [0, 3, 6])
-def test_sparse_masks_by_brute_force(length, window, chunk):
-    """Of each node of a tree whose nodes lie on both sides of an edge of chunks, in steps of two
-    forwards.
-    """
-    tree_mask, offsets = tree_after_chain(2, TREE)
-    positions = (length + offsets).tolist()
-    sequence = CachedSequence(0, 99, length)
-    num_nodes = len(positions)
-    for num_tokens in (num_nodes, 3):  # all at once, or the last ones after those staged before
-        span = Span(
-            sequence,
-            0,
-            num_tokens,
-            torch.from_numpy(tree_mask[-num_tokens:]),
-            torch.tensor(positions),
-        )
-        batch = PackedBatch([span], [span.visible])
-        device = torch.device("cpu")
-        (keys,) = batch.plan(plan_sequences, device, window, chunk, 1, torch.float32).sequences
-        mask = keys.mask
-        assert mask is not None and mask.shape == (num_tokens, length + num_nodes)
-        for row, node in enumerate(range(num_nodes - num_tokens, num_nodes)):
-            for column, position in enumerate([*range(length), *positions]):
-                is_before = column < length or bool(tree_mask[node, column - length])
-                is_near = window is None or positions[node] - position < window
-                is_alike = chunk is None or positions[node] // chunk == position // chunk
-                assert (mask[row, column] == 0) == (is_before and is_near and is_alike)
-
-
 def test_models_that_share_a_config_point_back_in_any_order():
     contextvars.copy_context().run(
         _leave_in_the_order_of_entry
@@ -91,10 +54,6 @@ def _leave_in_the_order_of_entry():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_layers_may_differ_in_shape():
-    shapes = [LayerShape(stored(2, 4), stored(2, 4)), LayerShape(stored(1, 8), stored(1, 6))]
-    pool = KVPool(shapes, 5)
-    assert [tuple(key.shape) for key in pool.keys] == [(5, 2, 4), (5, 1, 8)]
-    assert [tuple(value.shape) for value in pool.values] == [(5, 2, 4), (5, 1, 6)]
+def test_layers_are_found_with_their_shapes():
     layer = AttentionLayer(LayerShape(stored(2, 8), stored(2, 8)))
     assert PackedModel(tiny_model("llama")).layers == [layer, layer._replace(layer_idx=1)]

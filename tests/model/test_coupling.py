@@ -8,7 +8,8 @@ import torch
 from hf_slospec.engine.acceptance import SHARPNESS
 from hf_slospec.model.coupling import Coupling, coupled
 from hf_slospec.model.noise import GeneratorNoise
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 
 VOCAB = 7
 

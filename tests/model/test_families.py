@@ -11,7 +11,7 @@ import transformers
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError
 from scripts import support_matrix
-from scripts.support_matrix import DifferentError, Verdict, counts, model_types, page, verdict_on
+from scripts.support_matrix import DifferentError, model_types, verdict_on
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.model_classes import EXACT, SUPPORT, support_counts
 from tests.support.paths import ROOT
@@ -100,40 +100,6 @@ def test_counts_in_texts_are_those_of_the_support_page():
         text = path.read_text(encoding="utf-8")
         for number, kind in re.findall(r"(\d+)\s+(causal-LM|image-text)\s+classes", text):
             assert int(number) == columns[kind]["all"], path
-
-
-def test_page_of_results_counts_both_kinds_and_lists_every_class_once():
-    causal, image_text = (list(model_types(kind)) for kind in ("causal-LM", "image-text"))
-    both = next(name for name in causal if name in image_text)
-    (wrong, exact), (own, *_) = (
-        [name for name in causal if name not in image_text][:2],
-        sorted({*image_text} - {*causal}),
-    )
-    results = {
-        wrong: Verdict("wrong", ["a|b"]),
-        exact: Verdict("exact", drafters=["assistant", "lookup"]),
-        both: Verdict("exact", [], "refused"),
-        own: Verdict("refused", [], "untested"),
-    }
-    assert counts(results) == {
-        "causal-LM": {"wrong": 1, "exact": 2},
-        "image-text": {"exact": 1, "refused": 1},
-        "image-text, with images": {"refused": 1, "untested": 1},
-    }
-    text = page(results)
-    assert support_counts(text)["causal-LM"] == {
-        "wrong": 1,
-        "exact": 2,
-        "refused": 0,
-        "untested": 0,
-        "all": 3,
-    }
-    assert support_counts(text)["image-text, with images"]["all"] == 2
-    first, second = map(_rows, text.split("\n## Image-text models\n"))
-    assert first == {wrong: "**wrong**", exact: "exact", both: "exact"} and second == {
-        own: "refused"
-    }
-    assert "| a\\|b |" in text and "| - | assistant, lookup |  |" in text
 
 
 def test_a_drafter_that_changes_the_output_is_wrong(monkeypatch):

@@ -12,7 +12,8 @@ from hf_slospec.model import sequences as rooms
 from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.kept_prefixes import KeptPrefix, KeptPrefixes, num_common
 from hf_slospec.model.sequences import Sequences
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.model.test_request_sequences import MAX_NODES, Packed
 from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS
@@ -128,6 +129,10 @@ def test_reused_tokens_have_the_k_v_of_their_own_text(seed, max_slots, max_kept,
                 requests.append(new)
             served.sequences.reserve(requests)
             served.check(requests)
+            for request in requests:
+                longest_text = request.prompt_len + request.params.max_new_tokens + MAX_NODES
+                capacity = served.sequences.of(request).capacity
+                assert len(request.tokens) + MAX_NODES <= capacity <= longest_text
             for request in list(requests):
                 served.compute(request)
                 if rng.random() < 0.3:
@@ -226,14 +231,3 @@ def test_requests_that_wait_for_prefill_follow_one_that_is_prefilled(monkeypatch
         assert served.sequences.reuse(second) == length
         served.sequences.of(second).length = length
         served.check([first, second])
-
-
-def test_a_text_that_was_taken_over_holds_no_more_room_than_its_request(monkeypatch):
-    monkeypatch.setattr(rooms, "MIN_SHARED", 2)
-    served = Text(120, float("inf"))
-    finished(served, request_of(*range(100)))
-    request = request_of(0, 1, 2, 3, 99)
-    large = request_of(*range(40, 140), index=1)
-    assert served.sequences.reuse(request) == 4
-    served.sequences.reserve([request, large])  # 12 and 107 slots
-    served.check([request, large])

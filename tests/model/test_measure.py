@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 
-from hf_slospec.model import measure as measure_module
 from hf_slospec.model.measure import (
     CURVE,
     HELD_OUT,
     NEEDED,
     REPEATS,
     SLOPES,
+    Forwards,
     Measured,
     Size,
     measure,
@@ -76,65 +74,56 @@ def test_few_sizes_are_enough_for_a_curve():
 class FakeForwards:
     """Takes no time; its clock says what each forward would have taken."""
 
-    now_s = 0.0
-    sizes: ClassVar[list[Size]] = []
-
-    def __init__(self, packed):
-        FakeForwards.now_s = 0.0
-        FakeForwards.sizes = []
+    def __init__(self):
+        self.now_s = 0.0
+        self.sizes = list[Size]()
 
     def __call__(self, size):
-        FakeForwards.sizes.append(size)
-        FakeForwards.now_s += true_s(size)
+        self.sizes.append(size)
+        self.now_s += true_s(size)
         return true_s(size)
 
     def clock(self):
         return self.now_s
 
 
-@pytest.fixture
-def fake_clock(monkeypatch):
-    monkeypatch.setattr(measure_module, "Forwards", FakeForwards)
-
-
-@pytest.mark.usefixtures("fake_clock")
 def test_a_slow_model_is_known_at_fewer_sizes():
-    assert list(measure(None, 0.0).seconds) == list(NEEDED)
-    some = measure(None, 8.0).seconds
+    assert list(measure(FakeForwards(), 0.0).seconds) == list(NEEDED)
+    forwards = FakeForwards()
+    some = measure(forwards, 8.0).seconds
     assert {*CURVE[:4], *SLOPES} <= set(some) < {*CURVE, *SLOPES}
-    assert FakeForwards.now_s < true_s(Size(1)) + 8.0 + true_s(CURVE[-1])
+    assert forwards.now_s < true_s(Size(1)) + 8.0 + true_s(CURVE[-1])
 
 
-@pytest.mark.usefixtures("fake_clock")
 def test_forwards_that_would_end_after_the_limit_are_left_out(monkeypatch):
     monkeypatch.setattr(
         f"{__name__}.true_s", lambda size: 0.2 + 0.1 * size.num_tokens
     )  # as bf16 without bf16 kernels
-    cost = measure(None, 5.0).fit()
-    sizes = FakeForwards.sizes
-    assert FakeForwards.now_s < 0.3 + 5.0 + 0.1  # the warm-up, and rounding
+    forwards = FakeForwards()
+    cost = measure(forwards, 5.0).fit()
+    sizes = forwards.sizes
+    assert forwards.now_s < 0.3 + 5.0 + 0.1  # the warm-up, and rounding
     assert Size(16) in sizes and max(size.num_tokens for size in sizes) < 64
     assert float(cost(64)) == pytest.approx(0.2 + 0.1 * 64)  # the curve goes on as a line
 
 
-@pytest.mark.usefixtures("fake_clock")
 def test_a_fast_model_is_known_at_all_sizes():
-    found = measure(None, 1000.0, held_out=True)
+    forwards = FakeForwards()
+    found = measure(forwards, 1000.0, held_out=True)
     assert found.seconds == {size: true_s(size) for size in (*CURVE, *SLOPES, *HELD_OUT)}
-    assert len(FakeForwards.sizes) == 1 + REPEATS * len(found.seconds)  # with the warm-up
-    assert set(measure(None, 1000.0).seconds) == {*CURVE, *SLOPES}
+    assert len(forwards.sizes) == 1 + REPEATS * len(found.seconds)  # with the warm-up
+    assert set(measure(FakeForwards(), 1000.0).seconds) == {*CURVE, *SLOPES}
 
 
-@pytest.mark.usefixtures("fake_clock")
 def test_sizes_that_cost_too_much_are_left_out(monkeypatch):
     monkeypatch.setattr(f"{__name__}.true_s", lambda size: size.num_tokens / 16)
-    found = measure(None, 1000.0).seconds
+    found = measure(FakeForwards(), 1000.0).seconds
     assert (
         max(size.num_tokens for size in found) == 64
     )  # 64 tokens cost 64 times one: 128 are of no use
 
 
 def test_forwards_of_a_real_model():
-    forward_s = measure_module.Forwards(PackedModel(tiny_model("llama")))
+    forward_s = Forwards(PackedModel(tiny_model("llama")))
     assert forward_s(Size(7, 3, 20)) > 0.0
     assert forward_s(Size(2, 1, 30)) > 0.0

@@ -18,6 +18,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError
 from hf_slospec.cpu.compiled import CompiledPath
 from hf_slospec.cuda import captured
 from hf_slospec.cuda.captured import CudaGraphPath
+from hf_slospec.extras import load_entry_points
 from hf_slospec.model import paths as registry
 from hf_slospec.model.attention.forward import PackedForward
 from hf_slospec.model.paths import Facts, ForwardPath, registered_paths, resolve_paths
@@ -144,8 +145,8 @@ def test_another_distribution_adds_a_path(monkeypatch):
     entry = EntryPoint("recorded", f"{__name__}:Recorded", registry.ENTRY_POINTS)
     monkeypatch.setattr(registry, "_PATHS", dict(registry._PATHS))
     entries = {registry.ENTRY_POINTS: [entry]}
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: entries.get(group, []))
-    registry._load_entry_points.cache_clear()
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries.get(group, []))
+    load_entry_points.cache_clear()
     try:
         assert registered_paths() == [Recorded, CudaGraphPath, CompiledPath]
         packed = packed_model(tiny_model("llama"))
@@ -157,7 +158,7 @@ def test_another_distribution_adds_a_path(monkeypatch):
         assert torch.equal(ours.generate(ids, **options), model.generate(ids, **options))
         assert Recorded.computed
     finally:
-        registry._load_entry_points.cache_clear()
+        load_entry_points.cache_clear()
 
 
 def test_few_calls_lie_between_the_engine_and_the_model(monkeypatch):

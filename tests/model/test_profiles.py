@@ -48,7 +48,11 @@ def files(cache):
 
 def rewrite(cache, **changes):
     (path,) = files(cache)
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    profile = json.loads(path.read_text())
+    parts = profile, profile["cost"], profile["cost"]["curve"]
+    for name, value in changes.items():
+        next(part for part in parts if name in part)[name] = value
+    path.write_text(json.dumps(profile))
 
 
 def test_a_saved_profile_is_found_again(cache, packed):
@@ -71,7 +75,7 @@ odd_json = st.recursive(
     ),
     max_leaves=5,
 )
-field = st.sampled_from(("version", "of", "num_tokens", "seconds", "per_request_s", "per_key_s"))
+field = st.sampled_from(("of", "num_tokens", "seconds", "per_request_s", "per_key_s"))
 lists = st.lists(st.integers(-1, 600) | st.integers(), max_size=4) | st.lists(
     st.floats(), max_size=4
 )
@@ -112,19 +116,13 @@ def test_other_models_and_settings_have_profiles_of_their_own(packed):
     assert [load_profile(other) for other in others] == [None] * 4
 
 
-@pytest.mark.parametrize("key", ["threads", "torch", "host", "device", "modules"])
+@pytest.mark.parametrize("key", ["version", "threads", "torch", "host", "device", "modules"])
 def test_a_profile_of_another_machine_is_not_used(cache, packed, monkeypatch, key):
     save_profile(packed, COST)
     with monkeypatch.context() as other:
         other.setattr(profiles, "identity", lambda packed: identity(packed) | {key: "another"})
         assert load_profile(packed) is None
     rewrite(cache, of=identity(packed) | {key: "another"})  # under the right name all the same
-    assert load_profile(packed) is None
-
-
-def test_a_profile_of_another_version_is_not_used(cache, packed):
-    save_profile(packed, COST)
-    rewrite(cache, version=profiles.VERSION + 1)
     assert load_profile(packed) is None
 
 
@@ -140,44 +138,15 @@ def test_a_corrupt_profile_is_dropped_with_a_warning(cache, packed, content):
     assert load_profile(packed) == COST
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(seconds=[0.1, 0.2]),  # fewer than there are token counts
-        dict(num_tokens=[], seconds=[]),
-        dict(seconds=[0.001, float("nan"), 0.1]),
-    ],
-)
-def test_a_profile_that_makes_no_sense_is_dropped_with_a_warning(cache, packed, changes):
-    save_profile(packed, COST)
-    rewrite(cache, **changes)
-    with pytest.warns(UserWarning, match=r"is not a profile"):
-        assert load_profile(packed) is None
+def refuse(*_, **__):
+    raise PermissionError("read-only file system")
 
 
-def test_a_folder_that_cannot_be_made_only_warns(cache, packed):
-    cache.write_text("in the way")
-    assert load_profile(packed) is None
-    with pytest.warns(UserWarning, match="could not be saved"):
-        save_profile(packed, COST)
-
-
-def test_a_folder_that_may_not_be_made_only_warns(packed, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError("read-only file system")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    assert load_profile(packed) is None
-    with pytest.warns(UserWarning, match="could not be saved"):
-        save_profile(packed, COST)
-
-
-def test_a_folder_that_cannot_be_written_to_only_warns(packed, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError("read-only file system")
-
+@pytest.mark.parametrize("method", ["mkdir", "write_text"])
+def test_a_folder_that_cannot_be_used_only_warns(packed, monkeypatch, method):
     with monkeypatch.context() as read_only:
-        read_only.setattr(Path, "write_text", refuse)
+        read_only.setattr(Path, method, refuse)
+        assert load_profile(packed) is None
         with pytest.warns(UserWarning, match="could not be saved"):
             save_profile(packed, COST)
     assert load_profile(packed) is None

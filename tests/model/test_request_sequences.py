@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hf_slospec.model import sequences as rooms
 from hf_slospec.model.batch import LayerShape, Stored
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.sequences import Sequences
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS
 
@@ -28,7 +27,7 @@ class Packed:
 
     def __init__(self):
         self.version = SimpleNamespace(weights=0, notice=lambda structure=True: None)
-        self.has_states = False
+        self.family = SimpleNamespace(has_states=False)
         self.rope = SimpleNamespace(max_plain=None)
         self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))
 
@@ -51,49 +50,6 @@ def check(sequences, requests):
         assert key.flatten().tolist() == [
             1000.0 * request.index + i for i in range(sequences.of(request).length)
         ]
-
-
-@given(seed=SEEDS, limited=st.booleans(), room=st.integers(1, 9))
-@settings(deadline=None, max_examples=150)
-def test_texts_grow_come_and_go_and_keep_what_is_cached(seed, limited, room):
-    rng = np.random.default_rng(seed)
-    first_room = rooms.FIRST_ROOM
-    rooms.FIRST_ROOM = room
-    try:
-        slots = 60
-        sequences = Sequences(Packed(), MAX_NODES, slots if limited else None)  # type: ignore[arg-type]
-        requests: list[Request] = []
-
-        def longest(request):
-            return request.prompt_len + request.params.max_new_tokens + MAX_NODES
-
-        for index in range(40):
-            new = Request(
-                index, RequestParams([0] * int(rng.integers(1, 12)), int(rng.integers(1, 14)))
-            )
-            if sum(map(longest, [*requests, new])) <= slots:
-                requests.append(new)
-            for request in list(requests):
-                if rng.random() < 0.2:
-                    requests.remove(request)
-                    sequences.release(request)
-                elif request.num_left and rng.random() < 0.7:
-                    request.tokens += [0] * int(rng.integers(1, request.num_left + 1))
-            sequences.reserve(requests)
-            for request in requests:
-                own = sequences.of(request)
-                assert len(request.tokens) + MAX_NODES <= own.capacity <= longest(request)
-                assert own.length <= len(request.tokens)
-            check(sequences, requests)
-            for request in requests:
-                sequences.of(request).length = len(request.tokens) - 1
-                mark(sequences, request)
-            assert not limited or sequences.cache.pool.num_slots <= slots
-        for request in requests:
-            sequences.release(request)
-        assert sequences.cache.pool.num_free == sequences.cache.pool.num_slots
-    finally:
-        rooms.FIRST_ROOM = first_room
 
 
 def test_more_than_the_limit_is_a_memory_error_and_changes_nothing():
@@ -182,24 +138,3 @@ def test_a_text_that_there_is_no_memory_to_keep_is_released(monkeypatch):
     monkeypatch.setattr(sequences, "_keep", fails)
     sequences.release(request)
     assert sequences.cache.num_held == 0
-
-
-def test_a_step_that_does_not_fit_takes_no_slots_away():
-    sequences = Sequences(Packed(), MAX_NODES, 30)  # type: ignore[arg-type]
-    held, other = (Request(index, RequestParams([0] * 10, 40)) for index in range(2))
-    sequences.reserve([held], [MAX_NODES])
-    before = sequences.of(held).capacity
-    with pytest.raises(MemoryError, match="KV slots"):
-        sequences.reserve([held, other], [MAX_NODES, 30])
-    assert sequences.of(held).capacity == before
-
-
-def test_room_that_was_taken_back_is_given_again_to_who_needs_it_in_this_step():
-    """Found by simulated faults, seed 385."""
-    sequences = Sequences(Packed(), MAX_NODES, 17)  # type: ignore[arg-type]
-    held = Request(0, RequestParams([0] * 5, 2))
-    other = Request(1, RequestParams([0] * 6, 2))
-    sequences.reserve([held], [0])
-    sequences.reserve([held, other], [3, 0])  # held had room for its tree, until other needed some
-    assert sequences.of(held).capacity >= len(held.tokens) + 3
-    assert sequences.of(other).capacity >= len(other.tokens)

@@ -13,7 +13,6 @@ import torch
 from hf_slospec.model import machine as threads
 from hf_slospec.model.machine import (
     available_cores,
-    release_openmp_threads,
     warn_if_contended,
     warn_if_oversubscribed,
 )
@@ -75,11 +74,6 @@ def test_teams_are_let_go_by_those_who_rest():
     assert seen["same"]
     assert seen["after_generate"] == seen["released"]
     assert seen["at_rest"] == seen["released"] + 1
-
-
-def test_letting_go_twice_does_not_raise():
-    release_openmp_threads()
-    release_openmp_threads()
 
 
 @pytest.mark.parametrize(

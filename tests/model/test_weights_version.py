@@ -54,16 +54,6 @@ def one_element(model):
     weight[weight.numel() // 2].mul_(1.01)
 
 
-def swap_of_two(model):
-    weight = largest(model).view(-1)
-    weight[[3, 1003]] = weight[[1003, 3]]
-
-
-def averages_swapped_in(model):
-    for parameter in model.parameters():
-        parameter.data.copy_(0.999 * parameter.data + 0.001 * torch.randn_like(parameter))
-
-
 def loaded(model):
     state = copy.deepcopy(model.state_dict())
     state["model.layers.1.mlp.down_proj.weight"][0, 0] += 1e-2
@@ -76,21 +66,12 @@ def copied_in_place(model):
             parameter.copy_(parameter * 1.01)
 
 
-def from_a_vector(model):
-    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    torch.nn.utils.vector_to_parameters(vector * 1.01, model.parameters())
-
-
 WRITES: dict[str, Write] = {
     "fused AdamW": optimizer_step(fused=True),
-    "foreach": optimizer_step(foreach=True),
     "one tensor at a time": optimizer_step(foreach=False, fused=False),
     "one element of data": one_element,
-    "two elements of data swapped": swap_of_two,
-    "averages": averages_swapped_in,
     "load_state_dict": loaded,
     "copy_": copied_in_place,
-    "vector_to_parameters": from_a_vector,
 }
 
 

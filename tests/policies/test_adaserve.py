@@ -15,35 +15,10 @@ from tests.support.policy_costs import begun
 from tests.support.toys.engine import commit
 from tests.support.toys.models import (
     VOCAB,
-    Clock,
     ToyDrafter,
-    ToyTarget,
-    engine_of,
-    greedy,
     new_costs,
 )
 from tests.support.toys.trees import markov_model
-
-
-def test_late_requests_get_their_nodes_first():
-    """Both draft the same tree and ties favour the first; the second one is behind its target."""
-    target = markov_model(np.random.default_rng(6), VOCAB)
-    toy = ToyTarget(greedy(target))
-    clock = Clock()
-    relaxed, late = (
-        Request(0, RequestParams([0, 1], 30)),
-        Request(1, RequestParams([0, 1], 30, (Stage(1.0),))),
-    )
-    policy = AdaServePolicy(
-        SLOSpecConfig(policy="adaserve", token_budget=4, max_slo_share=9.0), new_costs()
-    )
-    engine = engine_of([relaxed, late], toy, ToyDrafter(target), policy, clock)
-    engine.step()
-    engine.step()
-    assert [tree.num_nodes for _, tree, _ in toy.steps[-1]] == [2, 2]
-    clock.now_s = 1000.0
-    engine.step()
-    assert [tree.num_nodes for _, tree, _ in toy.steps[-1]] == [1, 3]
 
 
 @pytest.mark.parametrize(("required", "expected"), [(0.95, [2, 1]), (1.05, [1, 2])])

@@ -309,12 +309,3 @@ def test_paths_go_on_by_the_average_of_the_first_level_and_without_levels_too():
     learn(control, beam(2, 2, 0.6, 0.1), 2, 2)
     assert control.continuation(1) == pytest.approx(0.6)
     assert control.continuation(2) == pytest.approx(0.7)
-
-
-def test_steps_without_levels_to_draft_do_not_switch_speculation_off():
-    control = DepthControl(3, 1)
-    run(control, [(0.9, 0.0)] * 20, lambda step: (3, 1))
-    assert control.is_on
-    assert [control.best(0, 1, 1, cheap_levels, probe) for _ in range(20)] == [(0, 1)] * 20
-    assert control.is_on
-    assert control.best(3, 1, 1, cheap_levels, probe)[0] > 0

@@ -69,7 +69,7 @@ def installed(tmp_path):
     return tmp_path
 
 
-def test_a_policy_of_another_package_is_imported_by_its_name_and_not_before(installed):
+def test_a_policy_of_another_package_is_imported_once_a_name_or_an_option_needs_it(installed):
     code = """
 import sys
 from hf_slospec.config import SLOSpecConfig
@@ -79,21 +79,15 @@ print("twin_policies" in sys.modules, "hf_slospec.lab" in sys.modules)
 config = SLOSpecConfig(policy="twins", twins=3)
 print(config.policy_options, max_nodes_per_request(config))
 print(type(new_policy(config, None)).__name__, "twin_policies" in sys.modules)
-"""
-    assert printed(installed, code) == ["False False", "twins=3 2", "TwinPolicy True"]
-
-
-def test_an_option_and_an_unknown_name_are_looked_for_in_other_packages(installed):
-    code = """
 from pydantic import ValidationError
-from hf_slospec.config import SLOSpecConfig
 for fields in ({"twins": 3}, {"policy": "triplets"}):
     try:
         SLOSpecConfig(**fields)
     except ValidationError as error:
         print(error.errors()[0]["msg"])
 """
-    of_option, of_name = printed(installed, code)
+    *found, of_option, of_name = printed(installed, code)
+    assert found == ["False False", "twins=3 2", "TwinPolicy True"]
     assert "twins is a setting of policy 'twins', not of 'auto'" in of_option
     assert (
         "there is no policy 'triplets'; choose among 'auto', 'adaserve', 'fixed', 'none'" in of_name

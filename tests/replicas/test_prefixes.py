@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_slospec.replicas.directory import PrefixIndex
-from hf_slospec.server.app import ServerSettings
-from hf_slospec.server.options import SLOLimits
 
 PROMPTS = st.lists(st.integers(0, 2), max_size=12)
 NAMES = ("a", "b", "c")
@@ -52,14 +50,3 @@ def test_beginnings_used_least_recently_are_dropped():
     assert index.num_known(["a", "b"], [1]) == [1, 1]
     assert index.num_known(["a"], [2]) == [0]
     assert index.num_known(["a"], [3, 4]) == [2]
-
-
-def test_prefixes_are_known_by_the_salts_of_their_keys():
-    index = PrefixIndex()
-    prompt = list(range(64))
-    options = ServerSettings(model_name="tiny", api_keys={"one": SLOLimits(), "other": SLOLimits()})
-    one, other = (options.tenant(f"Bearer {key}", options.secret) for key in ("one", "other"))
-    assert one is not None and other is not None
-    index.record("replica", prompt, one.salt(""))
-    assert index.num_known(["replica"], prompt, one.salt("")) == [64]
-    assert index.num_known(["replica"], prompt, other.salt("")) == [0]

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import httpx
 import psutil
@@ -48,8 +47,7 @@ def free_port():
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+        return listener.getsockname()[1]
 
 
 def body_of(index, tokens=60, **fields):
@@ -77,7 +75,7 @@ def text_of(pair, body):
 async def streamed(client, body, begun):
     """Return text and measurements of a streamed answer; ``begun`` is set with its first token."""
     text = ""
-    usage = dict[str, Any]()
+    usage = {}
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", "/v1/completions", json=body | fields) as response:
         assert response.status_code == 200, await response.aread()
@@ -115,7 +113,7 @@ def during_streams(url, pair, disturb, number=4, tokens=100):
 
 
 def replica_processes():
-    replicas = list[psutil.Process]()
+    replicas = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, or a zombie
             if any("Replica" in part and ":Model" in part for part in one.cmdline()):
@@ -207,12 +205,10 @@ def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url, pair):
     process = subprocess.Popen(
         command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
-    assert process.stderr is not None
-    lines = list[str]()
+    lines = []
 
     async def deploy():
         def read():
-            assert process.stderr is not None
             for line in process.stderr:
                 lines.append(line)
                 if line.startswith("address"):

@@ -8,7 +8,6 @@ import asyncio
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.replicas.directory import ReplicaDirectory
@@ -97,7 +96,7 @@ class Router(AddressRouter):
     """The router without Serve around it."""
 
     def __init__(self):
-        self.lengths = dict[str, int]()
+        self.lengths = {}
         cache = SimpleNamespace(
             update=lambda replica_id, length: self.lengths.update({replica_id.unique_id: length})
         )
@@ -105,11 +104,9 @@ class Router(AddressRouter):
 
 
 def order(router, names, *arguments):
-    replicas: list[Any] = [
-        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names
-    ]
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
     context = SimpleNamespace(should_backoff=False)
-    pending: Any = SimpleNamespace(args=list(arguments), routing_context=context)
+    pending = SimpleNamespace(args=list(arguments), routing_context=context)
     ranks = asyncio.run(router.choose_replicas(replicas, pending))
     assert all(len(rank) == 1 for rank in ranks), (
         "within a rank Serve would take the shortest queue"

@@ -55,7 +55,7 @@ def number(cell):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_it_says_how_to_run_it_and_is_listed(script):
+def test_each_example_says_how_to_run_it_and_is_listed(script):
     tree = ast.parse(script.read_text(encoding="utf-8"))
     if script.name != "quickstart.py":  # that one is `make run`
         assert f"python examples/{script.name}" in (ast.get_docstring(tree) or "")

@@ -19,7 +19,6 @@ from tests.support.paths import ROOT
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 PACKAGE = ROOT / "hf_slospec"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-APPLICATIONS = ("cli", "demo", "replicas", "server", "tiny")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
@@ -76,15 +75,10 @@ class Thing(NamedTuple):
 
     name: str  # with the names of the classes around it
     node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    owner: ast.ClassDef | None
 
     @property
     def docstring(self):
         return ast.get_docstring(self.node)
-
-    @property
-    def is_public(self):
-        return not any(part.startswith("_") for part in self.name.split("."))
 
     @property
     def does_something(self):
@@ -104,59 +98,16 @@ class Thing(NamedTuple):
 def things(source, name):
     """Yield a module, and all of its classes, functions and methods but those within functions."""
     module = ast.parse(source)
-    yield Thing(name, module, None)
-    stack: list[Thing] = [Thing("", module, None)]
+    yield Thing(name, module)
+    stack = [Thing("", module)]
     while stack:
         around = stack.pop()
         for node in around.node.body:
             if isinstance(node, (ast.ClassDef, *FUNCTION)):
-                owner = around.node if isinstance(around.node, ast.ClassDef) else None
-                thing = Thing(f"{around.name}.{node.name}".lstrip("."), node, owner)
+                thing = Thing(f"{around.name}.{node.name}".lstrip("."), node)
                 yield thing
                 if isinstance(node, ast.ClassDef):
                     stack.append(thing)
-
-
-def documented_elsewhere(everything):
-    """Return (class, method) of what a base class in the package, or a protocol that the class has,
-    documents.
-    """
-    nodes = [thing.node for own in everything.values() for thing in own]
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-    bases = {
-        name: {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
-        for name, node in classes.items()
-    }
-    methods = {
-        name: {
-            member.name: ast.get_docstring(member)
-            for member in node.body
-            if isinstance(member, FUNCTION)
-        }
-        for name, node in classes.items()
-    }
-    protocols = [own.keys() for name, own in methods.items() if "Protocol" in bases[name]]
-
-    def inherited(name):
-        above = [
-            inherited(base) | {own for own, doc in methods[base].items() if doc}
-            for base in bases[name] & classes.keys()
-        ]
-        return set().union(*above)
-
-    def all_methods(name):
-        return methods[name].keys() | set().union(
-            *(all_methods(base) for base in bases[name] & classes.keys())
-        )
-
-    found = {(name, method) for name in classes for method in inherited(name)}
-    return found | {
-        (name, method)
-        for name in classes
-        for protocol in protocols
-        if protocol <= all_methods(name)
-        for method in protocol
-    }
 
 
 def bad_summaries(own):
@@ -210,7 +161,7 @@ def everything():
     }
 
 
-def test_summaries_say_what_it_does_or_name_the_thing(everything):
+def test_summaries_begin_with_a_verb_or_name_the_thing(everything):
     assert [
         f"{path.relative_to(ROOT)}: {bad}"
         for path, own in everything.items()
@@ -218,7 +169,7 @@ def test_summaries_say_what_it_does_or_name_the_thing(everything):
     ] == []
 
 
-def test_words_of_the_code():
+def test_the_code_has_no_banned_words():
     found = [
         f"{path.relative_to(ROOT)}:{word}"
         for path in MODULES
@@ -229,7 +180,7 @@ def test_words_of_the_code():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_words_of_the_documentation(page):
+def test_the_documentation_has_no_banned_words(page):
     assert list(banned(1, prose(page.read_text(encoding="utf-8")))) == []
 
 
@@ -252,7 +203,7 @@ def test_bad_summaries_are_found(docstring):
 @pytest.mark.parametrize(
     "docstring", ["Return it.", "Return depths.  -> [num_nodes] int64", "Compute:\n\n- depth"]
 )
-def test_good_summaries_are_not(docstring):
+def test_good_summaries_pass(docstring):
     assert not list(
         bad_summaries(list(things(f'def depth(tree):\n    """{docstring}"""\n', "tree")))
     )

@@ -24,7 +24,7 @@ EXCEPTIONS = {
     "engine/fair_lock.py": "is reset in a child",
     "replicas/start.py": "a signal handler sets the event, and no child waits for it",
     "server/anthropic.py": BODIES,
-    "server/bodies.py": BODIES,
+    "server/chats.py": BODIES,
     "server/responses.py": BODIES,
 }
 

@@ -32,7 +32,7 @@ def test_windows_are_kept_if_the_worst_one_is(seed):
     assert metrics.windows_kept is (metrics.worst_tpot_s <= 0.5)
 
 
-def test_what_ends_before_ten_tokens_is_kept():
+def test_outputs_of_fewer_than_ten_tokens_keep_their_windows():
     request = request_of(Stage(1.0))
     assert request.metrics().windows_kept is None  # it has not begun
     commit(request, [0], 0.0)
@@ -52,9 +52,8 @@ def test_windows_belong_to_their_stage():
     commit(request, [0], 10.0 + WINDOW * 5.0)
     assert request.metrics().windows_kept is True
     commit(request, [0] * 8, 60.0 + 9 * 5.0)
-    commit(
-        request, [0] * 2, 60.0 + WINDOW * 5.0 + 1.0
-    )  # too late since the tenth token of the stage
+    # Too late since the tenth token of the stage.
+    commit(request, [0] * 2, 60.0 + WINDOW * 5.0 + 1.0)
     assert request.metrics().windows_kept is False
 
 
@@ -65,10 +64,8 @@ def test_a_guarantee_is_about_the_window_that_is_furthest_behind():
     commit(request, [0], 5.0)
     assert request.paced(6.0) == (6.0, 7, 192)  # nothing was guaranteed, so the stage counts
     request.window_guarantee = 0.9
-    assert request.tightest_window(6.0, 1.0) == (
-        4.0,
-        1,
-    )  # 3 s behind; since 0.0 one is ahead, since 5.0 1 s behind
+    # 3 s behind; since 0.0 one is ahead, since 5.0 1 s behind.
+    assert request.tightest_window(6.0, 1.0) == (4.0, 1)
     assert request.paced(6.0) == (4.0, 1, WINDOW - 1)
     commit(request, [0] * 8, 9.0)  # ends the window since 0.0, in time
     assert request.tightest_window(9.0, 1.0) == (0.0, 0)

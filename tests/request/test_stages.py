@@ -13,6 +13,10 @@ from hf_slospec.request.slo import Stage
 from tests.support.toys.engine import commit
 
 
+def request_of(*stages, new=20, **fields):
+    return Request(0, RequestParams([0], new, stages, **fields))
+
+
 @pytest.mark.parametrize(
     ("times", "attained"),
     [
@@ -39,11 +43,10 @@ def test_every_stage_has_to_be_attained(stage, times, attained):
 
 
 def test_every_token_of_a_step_counts_for_its_own_stage():
-    request = Request(0, RequestParams([0], 20, (Stage(2.0, 3), Stage(None, 2), Stage(1.0))))
+    request = request_of(Stage(2.0, 3), Stage(None, 2), Stage(1.0))
     commit(request, [1], 0.0)
-    commit(
-        request, [1, 1, 1], 4.0
-    )  # two of these make the stage's three, the third is the next stage's first
+    # Two of these make the stage's three, the third is the next stage's first.
+    commit(request, [1, 1, 1], 4.0)
     assert request.pace_s is None
     assert request.decoded(5.0) == (1.0, 1)
     commit(request, [1, 1], 99.0)  # no promise, nothing to be late with
@@ -53,7 +56,7 @@ def test_every_token_of_a_step_counts_for_its_own_stage():
     assert request.metrics().attained is True
     commit(request, [1], 102.1)
     assert request.metrics().attained is False
-    late = Request(0, RequestParams([0], 20, (Stage(1.9, 3), Stage(None))))
+    late = request_of(Stage(1.9, 3), Stage(None))
     commit(late, [1], 0.0)
     commit(late, [1, 1, 1, 1], 4.0)
     assert late.metrics().attained is False  # its third token came 4 s after its first
@@ -80,23 +83,21 @@ def test_a_step_may_end_several_stages():
 )
 @pytest.mark.parametrize("num_first", [1, 2])
 def test_a_later_stage_may_have_a_ttft_slo(first_s, next_s, attained, num_first):
-    request = Request(0, RequestParams([0], 20, (Stage(None, 1), Stage(0.5, ttft_slo_s=3.0))))
+    request = request_of(Stage(None, 1), Stage(0.5, ttft_slo_s=3.0))
     assert request.params.has_slo and request.params.stage_slos_s == [0.5, 3.0]
     commit(request, [1], 1.0)
     assert (request.pace_s, request.stage_due_s, request.num_left_in_stage) == (3.0, 4.0, 1)
     assert request.paced(2.0) == (1.0, 0, 1)
     commit(request, [1] * num_first, first_s)
     assert (request.pace_s, request.stage_due_s) == (0.5, math.inf)
-    assert request.decoded(first_s + 1.0) == (
-        1.0,
-        num_first - 1,
-    )  # TPOT counts from the first token on
+    # TPOT counts from the first token on.
+    assert request.decoded(first_s + 1.0) == (1.0, num_first - 1)
     commit(request, [1], next_s + 0.5 * (num_first - 1))
     assert request.metrics().attained is attained
 
 
 def test_a_first_token_within_the_step_that_ended_the_stage_before_is_in_time():
-    request = Request(0, RequestParams([0], 20, (Stage(None, 2), Stage(0.5, ttft_slo_s=1e-6))))
+    request = request_of(Stage(None, 2), Stage(0.5, ttft_slo_s=1e-6))
     commit(request, [1], 0.0)
     commit(request, [1, 1, 1], 5.0)
     assert request.pace_s == 0.5 and request.decoded(5.5) == (0.5, 1)
@@ -104,7 +105,7 @@ def test_a_first_token_within_the_step_that_ended_the_stage_before_is_in_time():
 
 
 def test_windows_of_ten_tokens_leave_out_the_wait_for_a_first_token():
-    request = Request(0, RequestParams([0], 40, (Stage(None, 1), Stage(0.1, ttft_slo_s=9.0))))
+    request = request_of(Stage(None, 1), Stage(0.1, ttft_slo_s=9.0), new=40)
     request.window_guarantee = 0.9
     commit(request, [1], 0.0)
     assert not request.has_open_guarantee
@@ -117,7 +118,7 @@ def test_windows_of_ten_tokens_leave_out_the_wait_for_a_first_token():
 
 
 def test_tokens_of_the_next_stage_complete_no_window():
-    request = Request(0, RequestParams([0], 40, (Stage(0.1, 6), Stage(None))))
+    request = request_of(Stage(0.1, 6), Stage(None), new=40)
     request.window_guarantee = 0.9
     commit(request, [1], 0.0)
     commit(request, [1] * 4, 2.0)  # late, but five tokens are no window
@@ -126,7 +127,7 @@ def test_tokens_of_the_next_stage_complete_no_window():
 
 
 def test_parts_of_a_continued_request_count_together_and_the_pause_in_none():
-    first = Request(0, RequestParams([0], 20, (Stage(0.5),)))
+    first = request_of(Stage(0.5))
     commit(first, [1], 0.0)
     commit(first, [1], 0.5)
     for times_s, slo_s, attained in (
@@ -144,11 +145,11 @@ def test_parts_of_a_continued_request_count_together_and_the_pause_in_none():
         assert second.metrics().attained_throughout is attained
     commit(first, [1], 9.0)
     assert replace(second.metrics(), earlier=first.metrics()).attained_throughout is False
-    assert Request(0, RequestParams([0], 2)).metrics().attained_throughout is None
+    assert request_of(Stage(None), new=2).metrics().attained_throughout is None
 
 
 def test_stages_without_targets_attain_nothing():
-    request = Request(0, RequestParams([0], 20, (Stage(None, 1), Stage(None))))
+    request = request_of(Stage(None, 1), Stage(None))
     commit(request, [1], 0.0)
     commit(request, [1], 1.0)
     assert request.metrics().attained is None
@@ -163,9 +164,8 @@ def test_an_e2e_slo_shares_the_time_that_is_left_among_the_tokens_that_are_left(
     commit(request, [1] * 4, 12.0)
     assert request.pace_s == pytest.approx(1.0)
     elapsed_s, emitted, num_left = request.paced(12.0)
-    assert 1.0 * (emitted + num_left) - elapsed_s == pytest.approx(
-        13.0 - 12.0
-    )  # the time to the deadline
+    # The time to the deadline.
+    assert 1.0 * (emitted + num_left) - elapsed_s == pytest.approx(13.0 - 12.0)
     assert request.metrics().attained is True and request.metrics().tpot_slo_s is None
     commit(request, [1] * 6, 13.1)
     metrics = request.metrics()
@@ -177,23 +177,23 @@ def test_an_e2e_slo_shares_the_time_that_is_left_among_the_tokens_that_are_left(
 
 
 def test_the_tighter_of_tpot_and_e2e_slos_sets_the_pace_and_each_counts():
-    request = Request(0, RequestParams([0], 11, (Stage(0.5, 3), Stage(None)), e2e_slo_s=10.0))
+    request = request_of(Stage(0.5, 3), Stage(None), new=11, e2e_slo_s=10.0)
     for token_s in (1.0, 1.5, 2.0):
         commit(request, [1], token_s)
         assert request.pace_s == (0.5 if token_s < 2.0 else 1.0)  # then 8 s for 8 tokens
     commit(request, [1] * 8, 10.0)
     assert request.metrics().attained is True
-    late = Request(0, RequestParams([0], 3, (Stage(0.5),), e2e_slo_s=10.0))
+    late = request_of(Stage(0.5), new=3, e2e_slo_s=10.0)
     commit(late, [1], 1.0)
     commit(late, [1, 1], 2.5)  # within 10 s, but slower than a token per 0.5 s
     assert late.metrics().attained is False
 
 
 def test_an_e2e_slo_that_is_missed_before_the_first_token_asks_for_nothing():
-    request = Request(0, RequestParams([0], 5, e2e_slo_s=2.0))
+    request = request_of(Stage(None), new=5, e2e_slo_s=2.0)
     commit(request, [1], 2.0)
     assert request.pace_s is None
-    single = Request(0, RequestParams([0], 1, e2e_slo_s=2.0))
+    single = request_of(Stage(None), new=1, e2e_slo_s=2.0)
     commit(single, [1], 1.0)
     assert single.pace_s is None and single.metrics().attained is True
 

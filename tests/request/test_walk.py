@@ -46,7 +46,7 @@ class Walk:
     """Modules that code of other modules enters with the SLO."""
 
     def __init__(self):
-        self.modules: list[str] = []
+        self.modules = []
 
     def __call__(self, frame, event, _):
         module = module_of(frame)
@@ -59,7 +59,7 @@ class AtTheEnd(Policy):
     """A policy that notes the modules through which the engine's thread comes to it."""
 
     def __init__(self, *_):
-        self.modules: list[str] = []
+        self.modules = []
 
     def plan(self, requests, begun_s, num_prefill_tokens=0):
         if not self.modules and any(map(holds_slo, requests)):

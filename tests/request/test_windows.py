@@ -1,4 +1,6 @@
-"""Windows of ten tokens: probabilities of small processes, against all of their outcomes."""
+"""Windows of ten tokens: the slowest one, and probabilities of small processes against all of their
+outcomes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hf_slospec.engine.events import Commit
 from hf_slospec.request.metrics import (
     MIN_SHARE,
     WINDOW,
@@ -22,6 +27,32 @@ MIXED = np.array([0.0, 0.2, 0.0, 0.5, 0.0, 0.3])  # 1, 3 or 5 tokens
 TWO = np.array([0.0, 0.4, 0.0, 0.0, 0.6])  # 1 or 4 tokens
 
 
+def worst_of(*arrivals):
+    """Return the worst TPOT of commits, each given by its tokens so far and its seconds."""
+    return worst_tpot_s([Commit(number, at_s, 1, 0) for number, at_s in arrivals])
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 14), st.floats(0, 5)), max_size=30))
+@settings(deadline=None)
+def test_worst_tpot_is_the_slowest_window_of_all(steps):
+    counts = list(itertools.accumulate(count for count, _ in steps))
+    times = list(itertools.accumulate(gap for _, gap in steps))
+    arrivals = [
+        time_s for (count, _), time_s in zip(steps, times, strict=True) for _ in range(count)
+    ]
+    windows = [
+        (arrivals[end] - arrivals[end - WINDOW]) / WINDOW for end in range(WINDOW, len(arrivals))
+    ]
+    expected = pytest.approx(max(windows)) if windows else None
+    assert worst_of(*zip(counts, times, strict=True)) == expected
+
+
+def test_worst_tpot_needs_more_than_a_window():
+    assert worst_of((1, 0.0), (WINDOW, 5.0)) is None
+    assert worst_of((1, 0.0), (WINDOW + 1, 5.0)) == 0.5
+    assert worst_of((1, 0.0), (2, 5.0), (WINDOW + 1, 5.0), (2 * WINDOW + 1, 6.0)) == 0.5
+
+
 def outcomes(committed, num_steps):
     """Yield the tokens of every sequence of steps, with its probability."""
     sizes = np.flatnonzero(committed)
@@ -34,16 +65,16 @@ def exact_kept(committed, allowed_steps, num_tokens):
     total = 0.0
     for sequence, probability in outcomes(committed, num_tokens - 1):
         counts = np.minimum(np.cumsum([1, *sequence]), num_tokens)
-        worst = worst_tpot_s(list(zip(counts.tolist(), range(num_tokens), strict=True)))
+        worst = worst_of(*zip(counts.tolist(), range(num_tokens), strict=True))
         total += probability * (worst is None or worst * WINDOW <= allowed_steps + 1e-9)
     return total
 
 
 def test_steps_of_a_window_have_their_exact_distribution():
     exact = np.zeros(WINDOW + 1)
-    for sequence, probability in outcomes(MIXED, WINDOW):
+    for sequence, probability in outcomes(TWO, WINDOW):
         exact[1 + int(np.searchsorted(np.cumsum(sequence), WINDOW))] += probability
-    assert steps_needed(MIXED) == pytest.approx(exact)
+    assert steps_needed(TWO) == pytest.approx(exact)
     assert steps_needed(PLAIN) == pytest.approx(np.eye(1, WINDOW + 1, WINDOW)[0])
 
 

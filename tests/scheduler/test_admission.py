@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 
@@ -11,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.engine.latency_curves import LatencyCurve
-from hf_slospec.scheduler.admission import FAR_S, Candidate, admitted, prefill_rate
+from hf_slospec.scheduler.admission import FAR_S, Candidate, admitted
 from tests.support.breadth import EXHAUSTIVE
 from tests.support.oracles.admission_search import (
     AMPLE,
     at,
     candidates_of,
     check,
-    forced,
     in_turn,
     is_feasible,
     toy_rate,
@@ -94,20 +91,6 @@ def test_everybody_who_is_admitted_meets_the_deadline_in_simulation(candidates, 
     )
 
 
-@given(
-    candidates=candidates_of(2, max_priority=1),
-    kv_free=st.integers(0, 30),
-    running=st.tuples(*[st.integers(0, 3)] * 2),
-)
-@settings(deadline=None)
-def test_more_room_never_admits_fewer(candidates, kv_free, running):
-    chosen = value(admitted(candidates, toy_rate, running, kv_free), candidates)
-    assert value(admitted(candidates, toy_rate, running, kv_free + 3), candidates) >= chosen
-    assert value(admitted(candidates, toy_rate, (0, running[1]), kv_free), candidates) >= chosen
-    later = [replace(c, deadline_s=c.deadline_s + 0.5) for c in candidates]
-    assert value(admitted(later, toy_rate, running, kv_free), candidates) >= chosen
-
-
 @given(candidates=candidates_of(2, max_priority=1), kv_free=st.integers(0, 30))
 @settings(deadline=None)
 def test_admitted_ones_stay_feasible_when_forced(candidates, kv_free):
@@ -115,19 +98,6 @@ def test_admitted_ones_stay_feasible_when_forced(candidates, kv_free):
     promised = [replace(c, is_forced=i in chosen) for i, c in enumerate(candidates)]
     left = kv_free - sum(candidates[i].kv_tokens for i in chosen)
     assert admitted(promised, toy_rate, (0, 0), left) == chosen
-
-
-def test_nobody_and_nothing_possible():
-    assert admitted([], toy_rate, (0,), AMPLE) == []
-    assert admitted([at(1.0, 33), at(2.0, 65)], toy_rate, (0,), AMPLE) == []
-    assert admitted([at(1.0, 1)], toy_rate, (4,), AMPLE) == []  # nothing is left for prompts
-    assert (
-        admitted([at(1.0, 0)], toy_rate, (4,), AMPLE) == []
-    )  # and not for a fifth request's decoding either
-    assert (
-        admitted([at(1.0, 0)], toy_rate, (5,), AMPLE) == []
-    )  # those running cannot be sustained as it is
-    assert admitted([at(1.0, 1, kv_tokens=2)], toy_rate, (0,), 1) == []
 
 
 def test_a_prompt_that_fits_exactly_is_admitted():
@@ -161,44 +131,6 @@ def test_prompts_without_deadline_come_last(never):
     ]  # two do not decode beside three
 
 
-def test_one_large_prompt_gives_way_to_two_small_ones():
-    assert admitted([at(1.0, 30), at(1.25, 16), at(1.5, 16)], toy_rate, (0,), AMPLE) == [1, 2]
-
-
-def test_a_slow_tier_lets_more_in():
-    assert admitted([at(1.0, 0, tier=0)] * 9, toy_rate, (0, 0), AMPLE) == [0, 1, 2, 3]
-    assert admitted([at(1.0, 0, tier=1)] * 9, toy_rate, (0, 0), AMPLE) == [0, 1, 2, 3, 4, 5, 6, 7]
-
-
-def test_priorities_are_lexicographic():
-    # The one of priority -1 fills the server; without it, all three others fit.
-    small = [at(1.0, 8), at(1.5, 8), at(2.0, 8)]
-    assert admitted([*small, at(1.0, 32, priority=-1)], toy_rate, (1,), AMPLE) == [
-        0,
-        1,
-        2,
-    ]  # 24 a second: too large
-    assert admitted([*small, at(1.0, 32, priority=-1)], toy_rate, (0,), AMPLE) == [1, 2, 3]
-    # One of priority -1 fits, either of them: the one that leaves room for the third.
-    assert admitted(
-        [at(1.0, 20, priority=-1), at(1.0, 16, priority=-1), at(1.0, 14)], toy_rate, (0,), AMPLE
-    ) == [1, 2]
-    kv = [at(1.0, 0, 5, priority=-1), at(1.0, 0, 4, priority=-1), at(1.0, 0, 3, priority=0)]
-    assert admitted(kv, toy_rate, (0,), 7) == [1, 2]
-
-
-def test_the_sum_of_values_decides_within_a_priority():
-    small = [at(1.0, 16), at(1.0, 16)]
-    assert admitted([*small, at(1.0, 32)], toy_rate, (0,), AMPLE) == [0, 1]
-    assert admitted([*small, at(1.0, 32, value=3)], toy_rate, (0,), AMPLE) == [2]
-    assert admitted([at(1.0, 32, value=100), at(1.0, 30, priority=-1)], toy_rate, (0,), AMPLE) == [
-        1
-    ]
-    assert admitted(
-        [at(1.0, 32, value=2), at(1.0, 32, value=3), at(1.0, 32)], toy_rate, (0,), AMPLE
-    ) == [1]
-
-
 @given(candidates=candidates_of(2, max_priority=2), kv_free=st.integers(0, 30))
 @settings(deadline=None, max_examples=EXAMPLES // 2)
 def test_priorities_are_values_that_exceed_those_of_all_lower_classes(candidates, kv_free):
@@ -209,28 +141,9 @@ def test_priorities_are_values_that_exceed_those_of_all_lower_classes(candidates
     )
 
 
-def test_forced_candidates_hold_their_memory_and_keep_others_out():
-    assert admitted([forced(1.0, 30, 99), at(1.0, 2, 1)], toy_rate, (0,), 1) == [0, 1]
-    assert admitted([forced(1.0, 30, 99), at(1.0, 3, 1), at(1.0, 2, 1)], toy_rate, (0,), 2) == [
-        0,
-        2,
-    ]
-    # Without the forced one both others would fit.
-    assert admitted([at(1.0, 16), at(1.0, 16), forced(2.0, 32)], toy_rate, (0,), AMPLE) == [0, 2]
-    assert admitted([at(1.0, 16), forced(2.0, 32)], toy_rate, (0,), -5) == [1]
-
-
-def test_nobody_joins_forced_candidates_that_are_late():
-    assert admitted([at(5.0, 1), forced(1.0, 33)], toy_rate, (0,), AMPLE) == [1]
-    assert admitted([forced(1.0, 1), at(5.0, 1), forced(-1.0, 1)], toy_rate, (0,), AMPLE) == [0, 2]
-    assert admitted([forced(1.0, 0), at(5.0, 0)], toy_rate, (9,), AMPLE) == [0]
-
-
 def test_of_equal_candidates_the_earlier_and_then_the_lower_index_is_preferred():
     assert admitted([at(1.0, 16)] * 5, toy_rate, (0,), AMPLE) == [0, 1]
     assert admitted([at(1.25, 32), at(1.0, 32)], toy_rate, (0,), AMPLE) == [1]
-    assert admitted([at(1.25, 32, tier=0), at(1.0, 32, tier=1)], toy_rate, (0, 0), AMPLE) == [1]
-    assert admitted([at(1.25, 32, tier=1), at(1.0, 32, tier=0)], toy_rate, (0, 0), AMPLE) == [1]
     # Room left counts only where a later candidate could use it.
     assert admitted([at(1.0, 32, 7), at(1.0, 31, 1)], toy_rate, (0,), 7) == [0]
     assert admitted([at(1.0, 32, 7), at(1.0, 31, 1), at(1.0, 1, 1)], toy_rate, (0,), 7) == [1, 2]
@@ -266,27 +179,3 @@ def test_many_candidates(num_priorities, num_sets):
         for i in sorted(range(64), key=lambda i: (candidates[i].priority, tokens[i])):
             greedy += [i] if is_feasible([*greedy, i], candidates, rate, (4, 4), kv_free) else []
         assert value(greedy, candidates) <= value(chosen, candidates) < value(range(64), candidates)
-
-
-def test_admission_by_prefill_rates():
-    """Both together: what step costs allow decides who is admitted, and speculation admits more."""
-    curve = LatencyCurve.fit([1, 16, 256], [0.02, 0.02, 0.05])
-    targets = (0.03, 0.1)
-    rng = np.random.default_rng(0)
-    candidates = [
-        Candidate(float(deadline), int(prompt), int(prompt) + 64, i % 2)
-        for i, (deadline, prompt) in enumerate(
-            zip(rng.uniform(0.1, 2.0, 9), rng.integers(50, 900, 9), strict=True)
-        )
-    ]
-
-    def num_admitted(acceptance, running):
-        @functools.cache
-        def rate(counts):
-            return prefill_rate(curve, targets, counts, acceptance, 6, 256, 0.001)
-
-        return len(check(candidates, rate, running, 6000))
-
-    assert (
-        num_admitted(0.8, (30, 30)) > num_admitted(0.0, (30, 30)) > num_admitted(0.0, (99, 0)) == 0
-    )

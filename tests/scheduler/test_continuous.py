@@ -30,8 +30,7 @@ def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts():
     served = Served(policy=new_policy(config, new_costs(), history))
     for index in range(4):
         served.add(index, new=60)
-    for _ in range(6):
-        served.step()
+    served.step(6)
     known = history.depths.mass.copy()
     number = history.depths.num_observed
     assert number and known[1:].any()
@@ -46,8 +45,7 @@ def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts():
 def test_requests_make_room_for_first_tokens_only_so_often_in_a_row():
     served = Served()
     decoding = [served.add(index, new=400) for index in range(4)]
-    for _ in range(8):
-        served.step()
+    served.step(8)
     costs = served.scheduler.costs
     num_skipped = 0
     for index in range(MAX_SKIPPED + 1):
@@ -96,10 +94,9 @@ def test_a_step_has_to_end_in_time_for_the_first_token_of_a_stage():
 )
 @pytest.mark.parametrize("place", [0.9, 1.5, 3.0], ids=["lost", "in time alone", "in time anyway"])
 def test_requests_that_can_wait_make_room_for_a_first_token(admission, tpot_slo_s, can_wait, place):
-    served = Served(admission=admission)
+    served = Served(admission)
     decoding = [served.add(index, new=60, tpot_slo_s=tpot_slo_s) for index in range(4)]
-    for _ in range(8):
-        served.step()
+    served.step(8)
     costs = served.scheduler.costs
     now_s = served.clock.now_s
     alone_s, step_s = (
@@ -141,9 +138,16 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
 ):
     rng = np.random.default_rng(seed)
     config = SLOSpecConfig(policy=policy_name, max_depth=3, max_width=2)
-    limits = Limits(max_batch, kv_tokens, 6, prefill_chunk, starvation_s)
+    policy = new_policy(config, new_costs(), SpeculationHistory(config))
     served = Served(
-        limits, admission, new_policy(config, new_costs(), SpeculationHistory(config)), seed
+        admission,
+        policy,
+        seed,
+        max_batch=max_batch,
+        kv_tokens=kv_tokens,
+        max_nodes=6,
+        prefill_chunk=prefill_chunk,
+        starvation_s=starvation_s,
     )
     served.scheduler.output_tokens = rng.choice([0.0, 4.0, 100.0])
     if is_sampled:
@@ -178,8 +182,8 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
         assert request.finish_reason == "length"
 
 
-def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody():
-    served = Served(Limits(8, 10**6, 4, 512, 1e9))
+def test_a_long_prompt_is_prefilled_beside_decoding_requests_and_stalls_none():
+    served = Served(prefill_chunk=512)
     short = [served.add(index, prompt=3, new=60) for index in range(3)]
     while not all(request.is_decoding for request in short):
         served.step()
@@ -200,8 +204,8 @@ def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody():
     assert longest_s <= 3.0 * plain_s + 1e-9 or all(request.is_finished for request in short)
 
 
-def test_a_prompt_alone_is_fed_as_fast_as_the_limit_allows():
-    served = Served(Limits(8, 10**6, 4, 50, 1e9))
+def test_a_prompt_alone_is_prefilled_in_chunks_of_the_limit():
+    served = Served(prefill_chunk=50)
     served.add(prompt=120, new=1)
     served.run()
     assert [event.prefill_tokens for event in served.events] == [50, 50, 20]
@@ -209,7 +213,7 @@ def test_a_prompt_alone_is_fed_as_fast_as_the_limit_allows():
 
 def test_earliest_deadlines_first_or_in_order_of_arrival():
     for admission, expected in (("edf", [1, 2, 0]), ("fcfs", [0, 1, 2])):
-        served = Served(Limits(1, 10**6, 4, 8, 1e9), admission)
+        served = Served(admission, max_batch=1)
         for index, ttft_s in enumerate((90.0, 30.0, 60.0)):
             served.add(index, ttft_slo_s=ttft_s)
         served.run()
@@ -217,7 +221,7 @@ def test_earliest_deadlines_first_or_in_order_of_arrival():
 
 
 def test_lower_priority_goes_first():
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+    served = Served(max_batch=1)
     for index, priority in enumerate((0, -5, -1)):
         served.add(index, priority=priority)
     served.run()
@@ -225,14 +229,13 @@ def test_lower_priority_goes_first():
 
 
 @pytest.mark.parametrize(("admission", "tpot_slo_s"), [("slo", None), ("edf", 40.0)])
-def test_requests_that_can_wait_sit_out_where_they_would_make_others_late_but_not_for_ever(
+def test_requests_that_can_wait_are_skipped_for_late_ones_at_most_max_skipped_times(
     admission, tpot_slo_s
 ):
     """Best-effort requests can wait, and guaranteed ones that are far ahead of their SLOs."""
-    served = Served(Limits(64, 10**6, 4, 64, 1e9), admission)
+    served = Served(admission, max_batch=64, prefill_chunk=64)
     spare = [served.add(index, new=200, tpot_slo_s=tpot_slo_s) for index in range(1, 30)]
-    for _ in range(5):
-        served.step()
+    served.step(5)
     tight = served.add(
         0, new=100, tpot_slo_s=1.5, ttft_slo_s=100.0
     )  # a step of one takes 1.0, of thirty 3
@@ -254,11 +257,10 @@ def test_requests_that_can_wait_sit_out_where_they_would_make_others_late_but_no
     assert tpot_slo_s is None or all(request.metrics().attained for request in spare)
 
 
-def test_after_running_out_of_memory_less_is_done_and_room_comes_back():
-    served = Served(Limits(8, 10**6, 4, 64, 1e9))
+def test_work_shrinks_after_out_of_memory_and_recovers():
+    served = Served(prefill_chunk=64)
     requests = [served.add(index, new=30, is_best_effort=True) for index in range(6)]
-    for _ in range(4):
-        served.step()
+    served.step(4)
     gone = served.scheduler.relieve(served.clock.now_s)
     served.engine.forget(gone)
     assert len(gone) == 3
@@ -272,23 +274,22 @@ def test_after_running_out_of_memory_less_is_done_and_room_comes_back():
 
 
 def test_shrinking_ends_at_one_request():
-    served = Served(Limits(8, 10**6, 4, 4, 1e9))
+    served = Served(prefill_chunk=4)
     served.add(0, new=30)
-    for _ in range(3):
-        served.step()
+    served.step(3)
     shrinks = 0
     while served.scheduler.shrink():
         shrinks += 1
         assert shrinks < 20
     assert served.scheduler.relieve(served.clock.now_s) == []  # the last one is not sent away
+    assert served.scheduler.batches._share >= 1 / 8  # soon forgotten once memory suffices
 
 
 @pytest.mark.parametrize("prompt", [2, MIN_CHUNK, 100])
 def test_cancelled_requests_leave_nothing_behind(prompt):
-    served = Served(Limits(2, 10**6, 4, 8, 1e9))
+    served = Served(max_batch=2)
     requests = [served.add(index, prompt=prompt, new=20, tpot_slo_s=1e3) for index in range(4)]
-    for _ in range(3):
-        served.step()
+    served.step(3)
     for request in requests[1:]:
         request.end(None)
         served.engine.retire([request])
@@ -298,18 +299,10 @@ def test_cancelled_requests_leave_nothing_behind(prompt):
     assert {request.finish_reason for request in requests[1:]} == {"cancelled"}
 
 
-def test_shortage_of_memory_that_ends_is_soon_forgotten():
-    served = Served(Limits(8, 10**6, 4, 4, 1e9))
-    served.add(0, new=30)
-    for _ in range(40):
-        served.scheduler.shrink()
-    assert served.scheduler.batches._share >= 1 / 8
-
-
 def test_requests_leave_room_for_as_many_nodes_as_steps_verify():
     """Two texts of 10 tokens fit into 25 slots with up to two nodes each, roots not counted."""
     for nodes, num_running in ((1.0, 2), (3.0, 2), (3.5, 1), (100.0, 1)):
-        served = Served(Limits(8, 25, 4, 64, 1e9))
+        served = Served(kv_tokens=25, prefill_chunk=64)
         served.scheduler.costs.recent.nodes = nodes
         for index in range(2):
             served.add(index, 6, 4)
@@ -320,7 +313,7 @@ def test_requests_leave_room_for_as_many_nodes_as_steps_verify():
 @pytest.mark.parametrize(("tpot_slo_s", "most_guaranteed"), [(None, 0), (1e3, 2)])
 def test_only_guaranteed_requests_hold_slots_at_their_maximum_lengths(tpot_slo_s, most_guaranteed):
     """1,000 slots for requests that may emit 400 tokens and emit 20."""
-    served = Served(Limits(8, 1000, 4, 64, 1e9))
+    served = Served(kv_tokens=1000, prefill_chunk=64)
     ends = dict(is_stop=lambda tokens: len(tokens) == 30, tpot_slo_s=tpot_slo_s)
     requests = [served.add(index, prompt=10, new=400, **ends) for index in range(30)]
     running = list[list[Request]]()
@@ -339,7 +332,7 @@ def test_only_guaranteed_requests_hold_slots_at_their_maximum_lengths(tpot_slo_s
 
 
 def test_where_slots_run_out_the_last_to_arrive_are_preempted_and_guaranteed_requests_are_not():
-    served = Served(Limits(8, 300, 4, 64, 1e9))
+    served = Served(kv_tokens=300, prefill_chunk=64)
     served.scheduler.output_tokens = 10.0
     guaranteed = [served.add(index, prompt=10, new=60, tpot_slo_s=1e3) for index in range(2)]
     others = [served.add(index, prompt=10, new=90) for index in range(2, 8)]
@@ -358,7 +351,7 @@ def test_where_slots_run_out_the_last_to_arrive_are_preempted_and_guaranteed_req
 
 
 def test_a_request_is_expected_to_emit_twice_as_much_each_time_it_was_preempted():
-    served = Served(Limits(8, 300, 4, 64, 1e9))
+    served = Served(kv_tokens=300, prefill_chunk=64)
     served.scheduler.output_tokens = 20.0
     request = served.add(0, prompt=10, new=200)
     served.step()
@@ -372,9 +365,9 @@ def test_a_request_is_expected_to_emit_twice_as_much_each_time_it_was_preempted(
     assert served.scheduler._expected([request]) - nodes == 11 + 4  # a step may emit that much
 
 
-def test_one_that_was_preempted_often_does_not_wait_until_all_others_have_left():
+def test_a_request_preempted_often_enters_beside_others():
     """It may emit as much as there are slots, and emits little."""
-    served = Served(Limits(8, 300, 4, 64, 1e9))
+    served = Served(kv_tokens=300, prefill_chunk=64)
     served.scheduler.output_tokens = 10.0
     often = served.add(0, prompt=10, new=280, is_stop=lambda tokens: len(tokens) == 40)
     often.stats.num_preempted = MAX_PREEMPTED
@@ -389,7 +382,7 @@ def test_one_that_was_preempted_often_does_not_wait_until_all_others_have_left()
 
 
 def test_a_running_request_that_is_guaranteed_late_gets_its_slots_at_once(monkeypatch):
-    served = Served(Limits(16, 300, 4, 64, 1e9))
+    served = Served(max_batch=16, kv_tokens=300, prefill_chunk=64)
     scheduler = served.scheduler
     enter = served.scheduler.enter
     preempted = list[int]()

@@ -11,7 +11,7 @@ import pytest
 
 from hf_slospec.engine.costs import RecentSteps
 from hf_slospec.request.slo import Stage
-from hf_slospec.scheduler.continuous import MAX_PREEMPTED, Limits
+from hf_slospec.scheduler.continuous import MAX_PREEMPTED
 from hf_slospec.scheduler.guarantees import (
     MAX_CANDIDATES,
     first_token_slo_s,
@@ -22,7 +22,7 @@ from hf_slospec.scheduler.guarantees import (
 from tests.support.toys.served import Served
 
 
-def test_what_cannot_be_met_is_not_promised_and_still_served():
+def test_unattainable_slos_are_not_guaranteed_and_the_request_is_still_served():
     served = Served()
     impossible = served.add(0, prompt=100, tpot_slo_s=1e-6, ttft_slo_s=1e-6)
     easy = served.add(1, tpot_slo_s=1e3, ttft_slo_s=1e3)
@@ -31,20 +31,20 @@ def test_what_cannot_be_met_is_not_promised_and_still_served():
     assert (easy.metrics().guaranteed, easy.metrics().attained) == (True, True)
 
 
-def test_more_than_can_be_met_in_time_is_not_promised():
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+def test_no_more_ttft_slos_are_guaranteed_than_can_be_met():
+    served = Served(max_batch=64, prefill_chunk=64)
     requests = [
         served.add(index, prompt=60, new=4, ttft_slo_s=14.0) for index in range(8)
     ]  # about 6 s each
     served.run()
-    promised = [request for request in requests if request.metrics().guaranteed]
-    assert 0 < len(promised) < len(requests)
-    assert all(request.metrics().attained for request in promised)
+    guaranteed = [request for request in requests if request.metrics().guaranteed]
+    assert 0 < len(guaranteed) < len(requests)
+    assert all(request.metrics().attained for request in guaranteed)
 
 
 @pytest.mark.parametrize("kind", ["value", "continues a guaranteed one", "continues another"])
-def test_of_two_requests_the_more_valuable_is_promised(kind):
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+def test_of_two_requests_the_more_valuable_is_guaranteed(kind):
+    served = Served(max_batch=64, prefill_chunk=64)
     requests = [
         served.add(index, prompt=60, new=4, ttft_slo_s=8.0) for index in range(2)
     ]  # about 6 s each
@@ -54,8 +54,8 @@ def test_of_two_requests_the_more_valuable_is_promised(kind):
         earlier = replace(requests[0].metrics(), guaranteed=kind == "continues a guaranteed one")
         requests[1].params = replace(requests[1].params, earlier=earlier)
     served.run()
-    promised = [request.metrics().guaranteed for request in requests]
-    assert promised == ([True, False] if kind == "continues another" else [False, True])
+    guaranteed = [request.metrics().guaranteed for request in requests]
+    assert guaranteed == ([True, False] if kind == "continues another" else [False, True])
     assert requests[1].metrics().guaranteed_throughout == (kind != "continues another")
     assert all(request.metrics().attained for request in requests if request.metrics().guaranteed)
 
@@ -64,25 +64,23 @@ def test_of_two_requests_the_more_valuable_is_promised(kind):
     ("step_s", "ttft_slo_s", "guaranteed"),
     [(0.0, 20.0, True), (10.0, 20.0, True), (30.0, 20.0, True), (30.0, 1.1, False)],
 )
-def test_a_first_token_is_promised_for_the_end_of_a_step(
+def test_a_ttft_slo_is_guaranteed_for_the_end_of_a_step(
     monkeypatch, step_s, ttft_slo_s, guaranteed
 ):
     """The next step may be as short as that of the prompt alone, which takes 1 s."""
     monkeypatch.setattr(RecentSteps, "observe", lambda self, _: setattr(self, "step_s", step_s))
     served = Served()
     served.add(0, new=60, tpot_slo_s=1e3, ttft_slo_s=1e3)
-    for _ in range(8):
-        served.step()
+    served.step(8)
     late = served.add(1, prompt=1, new=2, ttft_slo_s=ttft_slo_s)
     served.run()
     assert late.metrics().guaranteed is guaranteed
 
 
-def test_a_promise_takes_the_room_of_best_effort_which_resumes_without_repeating():
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+def test_a_guaranteed_request_preempts_best_effort_which_resumes_without_repeating():
+    served = Served(max_batch=1)
     spare = served.add(0, new=12)
-    for _ in range(5):
-        served.step()
+    served.step(5)
     emitted = list(spare.tokens)
     urgent = served.add(1, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
@@ -95,15 +93,14 @@ def test_a_promise_takes_the_room_of_best_effort_which_resumes_without_repeating
     assert urgent.stats.last_token_s < spare.stats.last_token_s
 
 
-def test_whoever_waited_too_long_goes_first_and_keeps_its_room():
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0))
+def test_a_starving_request_goes_first_and_is_not_preempted():
+    served = Served(max_batch=1, starvation_s=20.0)
     starving = None
     for index in range(100):  # promises without end
         served.add(2 * index, new=3, tpot_slo_s=1e3, ttft_slo_s=1e3)
         if index == 3:
             starving = served.add(999, new=3)
-        for _ in range(3):
-            served.step()
+        served.step(3)
         if starving is not None and starving.is_finished:
             break
     assert starving is not None and starving.is_finished
@@ -111,8 +108,8 @@ def test_whoever_waited_too_long_goes_first_and_keeps_its_room():
     assert starving.stats.num_preempted == 0
 
 
-def test_a_preempted_request_is_preempted_no_more_than_some_times():
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+def test_a_request_is_preempted_at_most_max_preempted_times():
+    served = Served(max_batch=1)
     spare = served.add(0, new=40)
     for index in range(1, 20):
         while not (spare.is_decoding or spare.is_finished):
@@ -123,21 +120,20 @@ def test_a_preempted_request_is_preempted_no_more_than_some_times():
     assert spare.stats.num_preempted == MAX_PREEMPTED
 
 
-def test_promised_requests_without_a_deadline_are_not_overtaken_for_ever():
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=20.0), "edf")
+def test_guaranteed_requests_without_a_deadline_do_not_starve():
+    served = Served("edf", max_batch=1, starvation_s=20.0)
     late = None
     for index in range(60):
         served.add(2 * index, new=3, ttft_slo_s=1e3)
         if index == 2:
             late = served.add(999, new=3, tpot_slo_s=1e3)
-        for _ in range(3):
-            served.step()
+        served.step(3)
     assert late is not None
     assert late.is_finished
 
 
-def test_impossible_requests_take_no_places_from_others():
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+def test_unattainable_requests_take_no_candidate_places_from_others():
+    served = Served(max_batch=64, prefill_chunk=64)
     for index in range(MAX_CANDIDATES + 4):
         served.add(
             index, new=20, tpot_slo_s=1e-6
@@ -147,19 +143,18 @@ def test_impossible_requests_take_no_places_from_others():
     assert fine.is_guaranteed
 
 
-def test_a_burst_is_promised_whole_though_few_are_looked_at_together():
-    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+def test_a_burst_larger_than_one_decision_is_guaranteed_whole():
+    served = Served(max_batch=64, prefill_chunk=64)
     requests = [
         served.add(index, new=30, tpot_slo_s=1e3, ttft_slo_s=1e4)
         for index in range(3 * MAX_CANDIDATES)
     ]
-    for _ in range(4):
-        served.step()
+    served.step(4)
     assert all(request.is_guaranteed for request in requests)
 
 
-def test_a_best_effort_prompt_is_fed_though_promised_ones_keep_coming():
-    served = Served(Limits(8, 10**6, 4, 16, 1e9), "edf")
+def test_a_best_effort_prompt_is_prefilled_although_guaranteed_ones_keep_coming():
+    served = Served("edf", prefill_chunk=16)
     decoding = served.add(
         0, new=10**4, tpot_slo_s=1.05
     )  # always slightly late, so there is nothing to spare
@@ -174,25 +169,22 @@ def test_a_best_effort_prompt_is_fed_though_promised_ones_keep_coming():
 
 
 @pytest.mark.parametrize("times_preempted", [0, MAX_PREEMPTED])
-def test_what_protected_requests_hold_is_not_promised_to_others(times_preempted):
-    served = Served(Limits(1, 10**6, 4, 8, 1e9))
+def test_slots_of_protected_requests_are_not_guaranteed_to_others(times_preempted):
+    served = Served(max_batch=1)
     holder = served.add(0, new=500)
     for index in range(times_preempted):
-        for _ in range(5):
-            served.step()
+        served.step(5)
         served.add(index + 1, new=2, tpot_slo_s=1e3, ttft_slo_s=1e3)
-        for _ in range(5):
-            served.step()
-    for _ in range(5):
-        served.step()
+        served.step(5)
+    served.step(5)
     assert (holder.stats.num_preempted, holder.is_decoding) == (times_preempted, True)
     late = served.add(9, new=4, tpot_slo_s=1e3, ttft_slo_s=1e3)
     served.step()
     assert late.is_guaranteed == (times_preempted < MAX_PREEMPTED)
 
 
-def test_a_starving_guaranteed_request_is_not_preempted_as_soon_as_it_has_room():
-    served = Served(Limits(1, 10**6, 4, 8, starvation_s=2.0), "priority")
+def test_a_starving_guaranteed_request_is_not_preempted_once_it_runs():
+    served = Served("priority", max_batch=1, starvation_s=2.0)
     first = served.add(0, new=3, ttft_slo_s=1e3, priority=-2)
     served.step()
     starving = served.add(1, ttft_slo_s=1e3)
@@ -206,8 +198,8 @@ def test_a_starving_guaranteed_request_is_not_preempted_as_soon_as_it_has_room()
     assert urgent is not None and urgent.is_finished
 
 
-def test_room_of_a_protected_request_is_booked_once_if_it_is_guaranteed_too():
-    served = Served(Limits(3, 10**6, 4, 8, starvation_s=0.5))
+def test_slots_of_a_protected_and_guaranteed_request_count_once():
+    served = Served(max_batch=3, starvation_s=0.5)
     early = [
         served.add(index, new=40, tpot_slo_s=1e-6) for index in range(2)
     ]  # which cannot be met: best effort

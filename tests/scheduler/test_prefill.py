@@ -37,12 +37,12 @@ def prompt(num_tokens, ttft_s=None, arrived_s=0.0):
         (math.inf, 22),  # up to a stall of 3 x 1.1 s
     ],
 )
-def test_without_a_deadline_prompts_take_what_makes_nobody_late(allowed_s, expected):
+def test_without_a_deadline_prefill_makes_no_request_late(allowed_s, expected):
     assert STALL == 3.0
     assert prefill_budget("beside", new_costs(), 1, [], 64, allowed_s, 0.0) == expected
 
 
-def test_what_is_due_is_fed_whoever_becomes_late():
+def test_due_prompts_are_prefilled_even_if_others_become_late():
     costs = new_costs()
     # 30 tokens within 0.95 x 10 s: 3.16 tokens/s; c tokens beside one that decodes take 1.1 + 0.1
     # c: 6 / 1.7 = 3.5.
@@ -56,27 +56,27 @@ def test_what_is_due_is_fed_whoever_becomes_late():
     assert prefill_budget("beside", costs, 1, [prompt(30, ttft_s=1e9)], 64, 0.0, 0.0) == 1
 
 
-def test_without_a_target_for_the_first_token_a_multiple_of_the_time_alone_is_soon_enough():
+def test_prompts_without_a_ttft_slo_are_due_after_a_multiple_of_their_time_alone():
     alone_s = 0.1 * 20 + 1.0
     assert required_rate([prompt(20, arrived_s=7.0)], new_costs(), 7.0) == pytest.approx(
         20 / (IN_TIME * SLOWDOWN * alone_s)
     )
 
 
-def test_a_prompt_is_due_when_it_was_due_before_it_was_fed_in_part():
-    half_fed = prompt(20)
-    fed_again = prompt(20)
-    half_fed.kv.num_cached = 10
-    assert required_rate([half_fed], new_costs(), 5.0) == pytest.approx(
+def test_a_partly_prefilled_prompt_keeps_its_deadline():
+    half_done = prompt(20)
+    resumed = prompt(20)
+    half_done.kv.num_cached = 10
+    assert required_rate([half_done], new_costs(), 5.0) == pytest.approx(
         10 / (IN_TIME * (SLOWDOWN * 3.0 - 5.0))
     )
-    fed_again.emit(1)  # its first token is out; 21 tokens take 3.1 s
-    assert required_rate([fed_again], new_costs(), 99.0) == pytest.approx(
+    resumed.emit(1)  # its first token is out; 21 tokens take 3.1 s
+    assert required_rate([resumed], new_costs(), 99.0) == pytest.approx(
         21 / (IN_TIME * SLOWDOWN * 3.1)
     )
 
 
-def test_a_preempted_request_is_fed_again_by_the_time_of_its_stages_first_token():
+def test_a_preempted_request_is_prefilled_again_by_the_first_token_of_its_stage():
     request = Request(0, RequestParams([1] * 20, 9, (Stage(1.0, 1), Stage(1.0, ttft_slo_s=4.0))))
     commit(request, [1], 10.0)
     assert required_rate([request], new_costs(), 11.0) == pytest.approx(21 / (IN_TIME * 3.0))
@@ -108,14 +108,14 @@ def test_rules_of_other_systems():
     num_decoding=st.integers(1, 20),
     allowed_s=st.floats(0.0, 20.0),
 )
-def test_enough_is_fed_and_no_more_than_that_or_than_is_spare(lengths, num_decoding, allowed_s):
+def test_prefill_is_the_larger_of_what_is_due_and_what_is_spare(lengths, num_decoding, allowed_s):
     costs = new_costs()
     guaranteed = [prompt(tokens, ttft_s) for tokens, ttft_s in lengths]
     spare = prefill_budget("beside", costs, num_decoding, [], 64, allowed_s, 0.0)
-    fed = prefill_budget("beside", costs, num_decoding, guaranteed, 64, allowed_s, 0.0)
+    budget = prefill_budget("beside", costs, num_decoding, guaranteed, 64, allowed_s, 0.0)
     rate = required_rate(guaranteed, costs, 0.0)
-    assert spare <= fed <= 64
-    if fed < 64:
-        assert fed / float(costs.step_s(num_decoding, fed)) >= rate * (1.0 - 1e-9)
-    if fed > max(spare, 1):
-        assert (fed - 1) / float(costs.step_s(num_decoding, fed - 1)) < rate
+    assert spare <= budget <= 64
+    if budget < 64:
+        assert budget / float(costs.step_s(num_decoding, budget)) >= rate * (1.0 - 1e-9)
+    if budget > max(spare, 1):
+        assert (budget - 1) / float(costs.step_s(num_decoding, budget - 1)) < rate

@@ -1,4 +1,4 @@
-"""Prefill rates against enumerated schedules."""
+"""Chain lengths and prefill rates of SLOs-Serve against enumerated schedules."""
 
 from __future__ import annotations
 
@@ -12,90 +12,96 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.latency_curves import LatencyCurve
-from hf_slospec.scheduler.admission import prefill_rate
+from hf_slospec.scheduler.admission import best_lengths, prefill_rate
 from tests.support.toys.trees import affine, staircase
 
-
-def best_schedule(seconds, tpot_slos_s, counts, acceptance, max_len, draft_level_s):
-    """Over all lengths of chains and over durations of a step: every exact one and a grid between.
-
-    Who decodes plainly takes part when it is due.
-    """
-    best = -math.inf
-    tiers = [tier for tier, count in enumerate(counts) if count]
-    for lengths in itertools.product(range(1, max_len + 1), repeat=len(tiers)):
-        paces = [
-            tpot_slos_s[tier] * sum(acceptance**k for k in range(length))
-            for tier, length in zip(tiers, lengths, strict=True)
-        ]
-        load = sum(counts[tier] * length for tier, length in zip(tiers, lengths, strict=True))
-        step_s = seconds + (max(lengths, default=1) - 1) * draft_level_s
-        is_plain = [
-            length == 1 and tpot_slos_s[tier] < math.inf
-            for tier, length in zip(tiers, lengths, strict=True)
-        ]
-        plain = [tier for tier, is_due in zip(tiers, is_plain, strict=True) if is_due]
-        num_due, due = (
-            sum(counts[tier] for tier in plain),
-            sum(counts[tier] / tpot_slos_s[tier] for tier in plain),
-        )
-        for duration_s in (*step_s, *np.linspace(0.05, 2 * step_s[-1], 100)):
-            budget = (
-                int(np.count_nonzero(step_s <= duration_s)) - load
-            )  # beside a token for all that decode plainly
-            if duration_s <= min(paces, default=math.inf) and budget >= 0:
-                best = max(best, (budget + num_due) / duration_s - due)
-    return best
+TARGETS = (0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf)
 
 
 @given(
     curve=st.sampled_from([affine, staircase]),
     tiers=st.lists(
-        st.tuples(st.sampled_from([0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf]), st.integers(0, 5)),
+        st.tuples(
+            st.sampled_from(TARGETS), st.integers(0, 5), st.sampled_from([0.0, 0.0, -0.125, -1.0])
+        ),
+        min_size=1,
         max_size=3,
     ),
     acceptance=st.sampled_from([0.0, 0.5, 0.75, 1.0]),
     max_len=st.integers(1, 4),
-    max_tokens=st.integers(1, 40),
     draft_level_s=st.sampled_from([0.0, 0.0625, 0.125]),
 )
-@settings(deadline=None, max_examples=80)
-def test_prefill_rate_is_that_of_the_best_schedule(
-    curve, tiers, acceptance, max_len, max_tokens, draft_level_s
-):
-    tpot_slos_s = [target for target, _ in tiers]
-    counts = [count for _, count in tiers]
-    rate = prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
-    seconds = curve(np.arange(1, max_tokens + 1))
-    assert rate == pytest.approx(
-        best_schedule(seconds, tpot_slos_s, counts, acceptance, max_len, draft_level_s)
+@settings(deadline=None, max_examples=150)
+def test_lengths_are_the_best_of_all(curve, tiers, acceptance, max_len, draft_level_s):
+    tpot_slos_s, counts, slacks_s = zip(*tiers, strict=True)
+    seconds = curve(np.arange(1, 41))
+
+    def rate(lengths):
+        """Of prompt tokens, with steps as long as these chains allow; -inf if some tier cannot keep
+        its target.
+        """
+        limit = min(
+            target * sum(acceptance**k for k in range(length)) + slack
+            for target, count, slack, length in zip(
+                tpot_slos_s, counts, slacks_s, lengths, strict=True
+            )
+            if count
+        )
+        rows = list(zip(tpot_slos_s, counts, lengths, strict=True))
+        load = sum(count * length for _, count, length in rows)
+        due = sum(
+            count / target for target, count, length in rows if length == 1
+        )  # Each takes part when it is due.
+        every = sum(
+            count * length for target, count, length in rows if length > 1 or target == math.inf
+        )
+        longest = max(length for count, length in zip(counts, lengths, strict=True) if count)
+        steps = seconds + (longest - 1) * draft_level_s
+        fitting = [n for n in range(max(load, 1), 41) if steps[n - 1] <= limit]
+        return max(((n - every) / steps[n - 1] - due for n in fitting), default=-math.inf)
+
+    found = best_lengths(
+        curve, tpot_slos_s, counts, acceptance, max_len, 40, draft_level_s, slacks_s
+    )
+    if not any(counts):
+        assert found is not None and found.lengths.tolist() == [0] * len(counts)
+        return
+    choices = [range(1, max_len + 1) if count else [0] for count in counts]
+    best = max(map(rate, itertools.product(*choices)))
+    if found is None:
+        assert best == -math.inf
+        return
+    assert found.rate == pytest.approx(best)
+    slower = best_lengths(
+        curve, tpot_slos_s, counts, acceptance, max_len, 40, draft_level_s + 0.25, slacks_s
+    )
+    assert slower is None or slower.rate <= found.rate
+    assert rate(tuple(found.lengths.tolist())) == pytest.approx(best)
+    assert all(
+        (length == 0) == (count == 0) for length, count in zip(found.lengths, counts, strict=True)
     )
 
-    # More decoding requests, shorter chains, smaller steps and slower drafting never raise it.
-    for tier in range(len(counts)):
-        more = [count + (i == tier) for i, count in enumerate(counts)]
-        assert (
-            prefill_rate(curve, tpot_slos_s, more, acceptance, max_len, max_tokens, draft_level_s)
-            <= rate
-        )
-    assert (
-        prefill_rate(
-            curve, tpot_slos_s, counts, acceptance, max(max_len - 1, 1), max_tokens, draft_level_s
-        )
-        <= rate
-    )
-    assert (
-        prefill_rate(
-            curve, tpot_slos_s, counts, acceptance, max_len, max(max_tokens - 1, 1), draft_level_s
-        )
-        <= rate
-    )
-    assert (
-        prefill_rate(
-            curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s + 0.25
-        )
-        <= rate
-    )
+
+@pytest.mark.parametrize(
+    ("curve", "tiers", "counts", "acceptance", "max_len", "level_s", "expected"),
+    [
+        (affine, (), (), 0.5, 4, 0.0, 40 / (0.25 + 40 / 64)),
+        (staircase, (), (), 0.5, 4, 0.0, 24 / 0.625),  # larger steps are slower per token
+        (affine, (0.5,), (3,), 0.5, 1, 0.0, 13 / 0.5),  # 0.5 s hold 16 tokens, of which 3 decode
+        (affine, (0.5,), (17,), 0.5, 1, 0.0, -math.inf),
+        # Steps of 0.5 s: of ten requests with 2.0 s a quarter is due in each.
+        (affine, (0.5, 2.0), (2, 10), 0.0, 1, 0.0, (16 - 2 - 10 / 4) / 0.5),
+        # Chains of 2 commit 1.5 tokens: 0.375 s per token allow steps of 0.5625 s, 20 tokens.
+        (affine, (0.375,), (2,), 0.5, 2, 0.0, 16 / 0.5625),
+        (affine, (0.375,), (2,), 0.5, 2, 0.25, 6 / 0.375),  # drafting takes too long
+        (affine, (0.375, math.inf), (2, 3), 0.5, 2, 0.0, 13 / 0.5625),
+    ],
+)
+def test_prefill_rate_of_hand_computed_steps(
+    curve, tiers, counts, acceptance, max_len, level_s, expected
+):
+    rate = prefill_rate(curve, tiers, counts, acceptance, max_len, 40, level_s)
+    assert rate == pytest.approx(expected)
 
 
 def prefill_of_plain_steps(budget, duration_s, tpot_slos_s, num_steps):
@@ -142,7 +148,12 @@ def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(curve, tiers, max_t
             prefill = prefill_of_plain_steps(budget, duration_s, tpot_slos_s, num_steps)
             rates += [] if prefill is None else [float(prefill / (num_steps * duration_s))]
     rate = prefill_rate(
-        curve, [slo / 32 for slo, _ in tiers], [count for _, count in tiers], 0.0, 1, max_tokens
+        curve,
+        tuple(slo / 32 for slo, _ in tiers),
+        tuple(count for _, count in tiers),
+        0.0,
+        1,
+        max_tokens,
     )
     if not rates:
         assert rate == -math.inf
@@ -155,62 +166,10 @@ def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(curve, tiers, max_t
     )
 
 
-def test_loose_tiers_are_not_charged_for_every_step():
-    # Steps of 0.5 s hold 16 tokens. Of ten requests with 2.0 s a quarter is due in each.
-    tiers = [0.5, 2.0]
-    counts = [2, 10]
-    assert prefill_rate(affine, tiers, counts, 0.0, 1, 40) == pytest.approx((16 - 2 - 10 / 4) / 0.5)
-    assert (
-        prefill_rate(affine, tiers, [2, 15], 0.0, 1, 40) == -math.inf
-    )  # the first step must hold all
-
-
-def test_prefill_rate_without_decoding_requests_is_that_of_the_best_step():
-    assert prefill_rate(affine, [], [], 0.5, 4, 40) == 40 / (0.25 + 40 / 64)
-    assert prefill_rate(affine, [0.01, math.inf], [0, 0], 0.5, 4, 40) == 40 / (0.25 + 40 / 64)
-    assert (
-        prefill_rate(staircase, [], [], 0.5, 4, 40) == 24 / 0.625
-    )  # larger steps are slower per token
-
-
-def test_prefill_rate_beside_plain_decoding():
-    # 0.5 s hold 16 tokens, of which 3 are decoded.
-    assert prefill_rate(affine, [0.5], [3], 0.5, 1, 40) == 13 / 0.5
-    assert prefill_rate(affine, [0.5], [16], 0.5, 1, 40) == 0.0  # sustained, without any prompt
-    assert prefill_rate(affine, [0.5], [17], 0.5, 1, 40) == -math.inf
-    assert prefill_rate(affine, [0.25], [1], 0.5, 1, 40) == -math.inf
-    # A step that is full before the target is due does not wait for it, and leaves out who is not
-    # due.
-    assert prefill_rate(affine, [60.0], [3], 0.5, 1, 40) == 40 / (0.25 + 40 / 64) - 3 / 60.0
-
-
-def test_prefill_rate_speculates_where_that_pays():
-    # Chains of 2 commit 1.5 tokens: 0.375 s a token allows steps of 0.5625 s, 20 tokens, against 8
-    # in 0.375 s.
-    assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40) == 16 / 0.5625
-    assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40, draft_level_s=0.0625) == 12 / 0.5625
-    assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40, draft_level_s=0.25) == pytest.approx(
-        6 / 0.375
-    )
-    assert prefill_rate(affine, [0.375], [2], 0.0, 4, 40) == pytest.approx(6 / 0.375)
-    assert prefill_rate(affine, [0.25], [1], 0.5, 2, 40) == pytest.approx(
-        6 / 0.375
-    )  # plain decoding is too slow
-
-
-def test_requests_without_target_take_one_token_per_step_and_limit_nothing():
-    assert prefill_rate(affine, [0.375, math.inf], [2, 3], 0.5, 2, 40) == 13 / 0.5625
-    assert prefill_rate(affine, [math.inf], [3], 0.5, 4, 40) == 37 / (0.25 + 40 / 64)
-    assert prefill_rate(affine, [math.inf, 0.01], [3, 0], 0.5, 4, 40) == 37 / (0.25 + 40 / 64)
-
-
 def test_prefill_rate_of_a_measured_curve():
     curve = LatencyCurve.fit([1, 8, 64, 512], [0.02, 0.02, 0.03, 0.12])
     targets = (0.05, 0.1)
-    rates = [prefill_rate(curve, targets, (n, n), 0.7, 6, 512, 0.002) for n in range(0, 200, 4)]
-    assert all(fewer >= more for fewer, more in itertools.pairwise(rates))
-    assert rates[0] == pytest.approx(512 / 0.12)
-    assert rates[-1] == -math.inf
+    assert prefill_rate(curve, targets, (0, 0), 0.7, 6, 512) == pytest.approx(512 / 0.12)
     dipping = prefill_rate(
         lambda n: np.where(n == 9, 0.001, curve(n)), targets, (1, 1), 0.7, 6, 512
     )

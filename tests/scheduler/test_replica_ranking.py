@@ -104,11 +104,6 @@ def test_what_was_sent_is_part_of_the_load(load, need, is_guaranteed):
     assert later.strain >= load.strain
 
 
-def test_an_idle_replica_comes_first():
-    busy = ReplicaLoad(((0.05, 1),), step_s=LINE, kv_free=10**6)
-    assert ranked([busy, ReplicaLoad(step_s=LINE, kv_free=10**6)], Need(100, 300, 0.05)) == [1, 0]
-
-
 def test_prompts_are_balanced_as_well_as_requests():
     """Two replicas with as many requests each: a request with a TTFT SLO is not put behind a long
     prompt.

@@ -300,8 +300,7 @@ def test_prompts_leave_time_for_guaranteed_windows():
         served.scheduler.windows._planned = 0.9
         served.scheduler.windows._review_at = 10**9
         request = guaranteed(served, tpot_slo_s=1.5)
-        for _ in range(4):
-            served.step()
+        served.step(4)
         for index in range(1, 4):
             served.add(index, prompt=80, new=2)
         served.run()

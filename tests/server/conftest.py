@@ -6,7 +6,6 @@ import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import openai
@@ -17,7 +16,6 @@ import uvicorn
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
-from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import SLOLimits
 
 CHAT_TEMPLATE = (
@@ -60,7 +58,7 @@ def served(generator):
 @pytest.fixture(scope="session")
 def guarded(generator):
     keys = {KEY: SLOLimits(default_tpot=5.0), STRICT_KEY: SLOLimits(strictest_tpot=1.0)}
-    with serving(generator, api_keys=keys, bounds=RequestLimits(body_bytes=4096)) as made:
+    with serving(generator, api_keys=keys) as made:
         yield made
 
 
@@ -88,7 +86,7 @@ class listening:  # noqa: N801  used like a function
         )  # for another server on the same port
         self.socket.bind(("127.0.0.1", port))
         self.socket.listen()  # connections wait until the server takes them
-        config: Any = uvicorn.Config(
+        config = uvicorn.Config(
             app, log_level="error", lifespan="off", timeout_graceful_shutdown=5, **options
         )
         self.server = uvicorn.Server(config)

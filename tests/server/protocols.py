@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from hf_slospec.server.anthropic import MessagesBody
-from hf_slospec.server.bodies import ChatBody
+from hf_slospec.server.chats import ChatBody
 from hf_slospec.server.responses import ResponsesBody
 
 TRANSLATED = (
@@ -24,8 +22,8 @@ TRANSLATED = (
     "effort",
     "stop",
 )  # fields of a turn that protocols name otherwise
-USER: dict[str, Any] = {"role": "user", "content": "pass"}
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+USER = {"role": "user", "content": "pass"}
+EVENT = TypeAdapter(ResponseStreamEvent)
 
 
 @dataclass
@@ -42,12 +40,12 @@ class Reply:
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-class Protocol(ABC):
-    path: ClassVar[str]
-    allowed: Callable[
-        [list[Any]], dict[str, Any]
-    ]  # choice among some tools, which messages do not have
-    kind: ClassVar[type[BaseModel]]  # model of the body
+class Protocol:
+    """What a protocol adds: ``system``, ``schema``, ``effort``, ``tool``, ``allowed`` (a choice among some
+    tools, which messages do not have), ``reply`` of a whole answer, ``joined`` of the events of a stream,
+    and ``returned``, the messages to append for the next turn.
+    """
+
     max_tokens = "max_tokens"
     messages = "messages"
 
@@ -64,7 +62,7 @@ class Protocol(ABC):
         ``choice`` is a mode, the name of a tool or a list of allowed ones; other fields are
         ``parallel``, ``schema``, ``effort``, and those that all protocols have.
         """
-        made: dict[str, Any] = {self.messages: [*messages]}
+        made = {self.messages: [*messages]}
         for name, value in turn.items():
             translate = getattr(self, name, None) if name in TRANSLATED else None
             made |= translate(value) if translate is not None else {name: value}
@@ -115,29 +113,6 @@ class Protocol(ABC):
 
     streamed: ClassVar[dict[str, Any]] = {"stream": True}
 
-    @abstractmethod
-    def system(self, text: str, body: dict[str, Any]) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def schema(self, schema: dict[str, Any]) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def effort(self, effort: str) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def tool(self, function: dict[str, Any]) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def reply(self, whole: dict[str, Any]) -> Reply: ...
-
-    @abstractmethod
-    def joined(self, events: list[dict[str, Any]]) -> dict[str, Any]:
-        """Join the events of a stream to the whole answer, as clients do."""
-
-    @abstractmethod
-    def returned(self, reply: Reply, *results: str) -> list[dict[str, Any]]:
-        """Return the messages to append for the next turn: the answer and the results of its tool calls."""
-
 
 class Chat(Protocol):
     path = "/v1/chat/completions"
@@ -176,12 +151,11 @@ class Chat(Protocol):
         )  # fmt: skip
 
     def joined(self, events):
-        state: ChatCompletionStreamState[Any] = ChatCompletionStreamState()
+        state = ChatCompletionStreamState()
         for event in events:
             state.handle_chunk(ChatCompletionChunk.model_validate(event))
         assert events[0]["choices"][0]["delta"]["role"] == "assistant"
-        whole: dict[str, Any] = state.current_completion_snapshot.model_dump()
-        return whole
+        return state.current_completion_snapshot.model_dump()
 
     def returned(self, reply, *results):
         message = ChatCompletion.model_validate(reply.raw).choices[0].message.model_dump()
@@ -248,7 +222,7 @@ class Responses(Protocol):
         for event in events:
             assert "response" in event or EVENT.validate_python(event)
         kinds = [event["type"].removeprefix("response.") for event in events]
-        whole: dict[str, Any] = events[-1]["response"]
+        whole = events[-1]["response"]
         assert [*kinds[:2], kinds[-1]] == ["created", "in_progress", whole["status"]]
         for kind in ("output_item", "content_part"):
             assert kinds.count(f"{kind}.added") == kinds.count(f"{kind}.done")
@@ -342,7 +316,7 @@ class Messages(Protocol):
             {"type": "ping"},
             {"type": "message_stop"},
         )
-        message: dict[str, Any] = begin["message"]
+        message = begin["message"]
         assert (
             message["content"] == []
             and message["stop_reason"] is None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
-from hf_slospec.server.engine import LocalEngine, Order
+from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.messages import response_template
 
-QWEN: Any = response_template(
+QWEN = response_template(
     SimpleNamespace(config=SimpleNamespace(model_type="qwen3")), SimpleNamespace()
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -27,11 +26,11 @@ class Scripted(LocalEngine):
         if tokenizer is not None:
             self.tokenizer = tokenizer
             self.vocab_size = len(tokenizer)
-        self.tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        self.tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         self.size = size
-        self.top: list[tuple[int, float]] = []
-        self.fault: Exception | None = None  # raised instead of the first step
-        self.orders: list[Order] = []
+        self.top = []
+        self.fault = None  # raised instead of the first step
+        self.orders = []
 
     async def submit(self, order):
         self.orders.append(order)

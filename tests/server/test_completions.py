@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -29,20 +28,17 @@ def alone(served, prompt, seed=None, **options):
         out = type(model).generate(
             model, inputs, attention_mask=torch.ones_like(inputs), tokenizer=tokenizer, **options
         )
-    new: list[int] = out[0, len(ids) :].tolist()
-    return new
+    return out[0, len(ids) :].tolist()
 
 
 def text_of(served, tokens):
-    text: str = served.generator.tokenizer.decode(tokens, skip_special_tokens=True)
-    return text
+    return served.generator.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def complete(served, **body):
     answer = served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12} | body)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
 
 
 def events(served, path, **body):
@@ -58,7 +54,7 @@ def events(served, path, **body):
     return found
 
 
-GREEDY: dict[str, Any] = dict(temperature=0)
+GREEDY = dict(temperature=0)
 
 
 def test_a_greedy_completion_is_that_of_generate(served):
@@ -86,7 +82,7 @@ def test_a_greedy_completion_is_that_of_generate(served):
     assert found["metrics"] == usage["metrics"]
 
 
-SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+SAMPLED = [
     (dict(seed=3), dict(temperature=1.0, top_k=0)),
     (dict(seed=4, temperature=0.7, top_p=0.9), dict(temperature=0.7, top_p=0.9, top_k=0)),
     (dict(seed=5, top_k=9, min_p=0.02), dict(top_k=9, min_p=0.02)),
@@ -129,7 +125,7 @@ def test_a_stream_is_the_completion_in_pieces(served, body):
     whole = complete(served, **body, max_tokens=20)
     pieces = events(served, "/v1/completions", prompt=PROMPT, max_tokens=20, **body)
     texts = [""] * len(whole["choices"])
-    reasons: dict[int, str] = {}
+    reasons = {}
     for event in pieces:
         (choice,) = event["choices"]
         texts[choice["index"]] += choice["text"]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
 
 import httpx
 import pytest
 import torch
 
 from hf_slospec import QueueFull, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
-from hf_slospec.server.bodies import Message
-from tests.server.conftest import CHAT_TEMPLATE, KEY, Served, serving
+from hf_slospec.server.chats import Message
+from tests.server.conftest import CHAT_TEMPLATE, KEY, serving
 from tests.server.hostile.clients import wait_until_idle
 from tests.server.protocols import (
     CHAT,
@@ -21,27 +20,26 @@ from tests.server.protocols import (
     RESPONSES,
     USER,
     Messages,
-    Protocol,
     Reply,
 )
 from tests.server.scripted import ANSWER, REASONING, Scripted
 from tests.server.test_completions import alone, text_of
 
-WEATHER: dict[str, Any] = {
+WEATHER = {
     "name": "weather",
     "parameters": {
         "type": "object", "$defs": {"City": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
         "properties": {"city": {"$ref": "#/$defs/City"}}, "additionalProperties": False,
     },
 }  # fmt: skip
-NOW: dict[str, Any] = {
+NOW = {
     "name": "now",
     "parameters": {"properties": {}, "additionalProperties": False},
 }
 LATER = NOW | {"name": "later"}
 SYSTEM = "def stack():"
 PROMPT = f"# system\n{SYSTEM}\n# user\npass\n# assistant\n"
-GREEDY: dict[str, Any] = {"temperature": 0}
+GREEDY = {"temperature": 0}
 SHOWING = (
     "{% if reasoning_effort is defined %}# effort {{ reasoning_effort }}\n{% endif %}"
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -78,7 +76,7 @@ def showing():
         yield made
 
 
-TURNS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+TURNS = [
     (GREEDY, {}),
     (GREEDY | {"messages": [USER | {"content": [{"type": "text", "text": "pass"}]}]}, {}),
     (
@@ -94,9 +92,7 @@ TURNS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("turn", "options"), TURNS, ids=["greedy", "parts", "top_p", "top_k", "min_tokens"]
 )
-def test_replies_are_those_of_generate_whole_and_streamed(
-    served: Served, protocol: Protocol, turn: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_replies_are_those_of_generate_whole_and_streamed(served, protocol, turn, options):
     if protocol is RESPONSES and isinstance(turn.get("messages", [USER])[0]["content"], list):
         turn = turn | {"messages": [{"type": "message", "role": "user", "content": [
             {"type": "input_text", "text": "pass"}]}]}  # fmt: skip
@@ -129,9 +125,7 @@ def test_stop_strings_end_replies(served, protocol):
 
 
 @each_protocol
-def test_reasoning_text_and_calls_are_separated(
-    scripted: tuple[Served, Scripted], protocol: Protocol
-) -> None:
+def test_reasoning_text_and_calls_are_separated(scripted, protocol):
     client = scripted[0].client
     whole = protocol.ask(client, tools=[WEATHER])
     assert (whole.reasoning, whole.text.strip(), whole.end) == (REASONING, "I look.", "tool_calls")
@@ -146,11 +140,13 @@ def test_replies_and_tool_results_can_be_sent_back(scripted):
     for protocol in PROTOCOLS:
         reply = protocol.ask(served.client, tools=[WEATHER])
         messages = [USER, *protocol.returned(reply, "sunny", "rainy")]
-        body: Any = protocol.kind.model_validate(protocol.body(messages))
+        body = protocol.kind.model_validate(protocol.body(messages))
         _, turn, *results = [
-            message.for_template() for message in getattr(body, "chat", body).messages
+            message.for_template(int) for message in getattr(body, "chat", body).messages
         ]
-        assert (turn["content"].strip(), turn["reasoning_content"]) == ("I look.", REASONING)
+        content = turn["content"]
+        text = content if isinstance(content, str) else content[0]["text"]
+        assert (text.strip(), turn["reasoning_content"]) == ("I look.", REASONING)
         calls = turn["tool_calls"]
         assert [call["function"] for call in calls] == [
             {"name": "weather", "arguments": {"city": "Paris"}}
@@ -170,7 +166,7 @@ def test_replies_and_tool_results_can_be_sent_back(scripted):
     assert served.client.post(RESPONSES.path, json={"input": items}).status_code == 200
 
 
-FORCED: list[tuple[Any, list[dict[str, Any]], str]] = [
+FORCED = [
     ("required", [WEATHER], "weather"),
     ("weather", [WEATHER, NOW], "weather"),
     ("required", [NOW, LATER], "now later"),
@@ -188,7 +184,7 @@ FORCED: list[tuple[Any, list[dict[str, Any]], str]] = [
     ],
 )  # messages cannot allow some tools only
 def test_tool_choice_forces_calls(served, protocol, choice, tools, names):
-    turn: dict[str, Any] = dict(tools=tools, choice=choice, parallel=False, seed=1, max_tokens=400)
+    turn = dict(tools=tools, choice=choice, parallel=False, seed=1, max_tokens=400)
     whole = protocol.ask(served.client, **turn)
     ((name, arguments),) = whole.calls
     assert name in names.split() and (whole.text, whole.end) == ("", "tool_calls")
@@ -197,7 +193,7 @@ def test_tool_choice_forces_calls(served, protocol, choice, tools, names):
 
 
 @each_protocol
-def test_schemas_are_followed(served: Served, protocol: Protocol) -> None:
+def test_schemas_are_followed(served, protocol):
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
               "additionalProperties": False}  # fmt: skip
     reply = protocol.ask(served.client, schema=schema, max_tokens=80, **GREEDY)
@@ -205,9 +201,7 @@ def test_schemas_are_followed(served: Served, protocol: Protocol) -> None:
 
 
 @each_protocol
-def test_effort_tools_and_marks_for_caches_reach_the_template(
-    served: Served, showing: Served, protocol: Protocol
-) -> None:
+def test_effort_tools_and_marks_for_caches_reach_the_template(served, showing, protocol):
     def num_input(**turn):
         return protocol.ask(showing.client, max_tokens=2, **turn).num_input
 
@@ -239,7 +233,7 @@ def test_effort_tools_and_marks_for_caches_reach_the_template(
 
 
 @each_protocol
-def test_slos_of_body_and_header_are_measured(served: Served, protocol: Protocol) -> None:
+def test_slos_of_body_and_header_are_measured(served, protocol):
     for ask in (protocol.ask, protocol.stream):
         assert ask(served.client, max_tokens=4, slo_tpot=5.0, priority=1).metrics["slo_tpot"] == 5.0
     answer = served.client.post(
@@ -250,9 +244,7 @@ def test_slos_of_body_and_header_are_measured(served: Served, protocol: Protocol
 
 
 @each_protocol
-def test_an_error_is_the_last_event_of_a_stream(
-    scripted: tuple[Served, Scripted], protocol: Protocol
-) -> None:
+def test_an_error_is_the_last_event_of_a_stream(scripted, protocol):
     served, engine = scripted
     engine.fault = RuntimeError("a fault of its own")
     *_, last = protocol.events(served.client)
@@ -267,9 +259,7 @@ def test_an_error_is_the_last_event_of_a_stream(
 
 
 @each_protocol
-def test_a_full_queue_is_refused_before_a_stream_begins(
-    served: Served, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_is_refused_before_a_stream_begins(served, protocol, monkeypatch):
     def full(*_, **__):
         raise QueueFull("full")
 
@@ -281,7 +271,7 @@ def test_a_full_queue_is_refused_before_a_stream_begins(
 
 @each_protocol
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_cancels_the_request(served: Served, protocol: Protocol, stream: bool) -> None:
+def test_a_disconnect_cancels_the_request(served, protocol, stream):
     num_cancelled = served.generator.stats().finished.get("cancelled", 0)
     body = protocol.body(max_tokens=400, ignore_eos=True, stream=stream)
     if stream:
@@ -329,17 +319,15 @@ def small():
 @each_protocol
 @pytest.mark.parametrize("is_small", [False, True])
 def test_context_overflow_is_reported_in_the_words_that_clients_parse(
-    served: Served, small: Served, protocol: Protocol, is_small: bool
-) -> None:
+    served, small, protocol, is_small
+):
     server = small if is_small else served
     max_len = (
         server.generator.max_len
         if is_small
         else server.generator.model.config.max_position_embeddings
     )
-    long: dict[str, Any] = {
-        "messages": [USER | {"content": "def main():\n" * (400 if is_small else 3000)}]
-    }
+    long = {"messages": [USER | {"content": "def main():\n" * (400 if is_small else 3000)}]}
     for turn, words, words_of_messages in (
         (long, "resulted in ", "maximum"),
         (long | {"max_tokens": 8}, "resulted in ", "maximum"),
@@ -427,13 +415,14 @@ def test_blocks_become_messages_of_the_chat():
         ]},
     ]  # fmt: skip
     more = {"metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "adaptive"}}
-    body: Any = MESSAGES.kind.model_validate(
+    body = MESSAGES.kind.model_validate(
         MESSAGES.body(messages, tools=[WEATHER], choice="none", **more)
     )
     user, result, last = body.chat.messages
     assert user.num_images == 1
-    assert result.for_template() == {
-        "role": "tool", "tool_call_id": "call_2", "content": "which city?", "is_error": True,
+    assert result.for_template(int) == {
+        "role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "which city?"}],
+        "is_error": True,
     }  # fmt: skip
     assert last == Message(role="user", content=[{"type": "text", "text": "Well?"}])
     assert body.chat.shown_tools is None

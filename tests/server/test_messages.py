@@ -5,28 +5,26 @@ say.
 from __future__ import annotations
 
 import itertools
-import json
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.server.answers import Answer
-from hf_slospec.server.bodies import Message
+from hf_slospec.server.chats import ChatBody, Message
 from hf_slospec.server.choices import Piece
 from hf_slospec.server.messages import (
     CallParts,
     Parts,
-    PlainParts,
     TemplateParts,
 )
-from hf_slospec.server.responses import ResponseAnswer, ResponsesBody
+from hf_slospec.server.response_events import ResponseAnswer
+from hf_slospec.server.responses import ResponsesBody
 from tests.server.scripted import ANSWER, QWEN
 
 PREFIX = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
-TOOLS: list[dict[str, Any]] = [
+TOOLS = [
     {
         "type": "function",
         "function": {
@@ -44,18 +42,6 @@ def parts_of(pieces, prefix=PREFIX):
         found += reader.push(piece, place + 1 == len(pieces))
     assert reader.num_calls == len(found.tool_calls)
     return found
-
-
-def test_an_answer_is_told_apart():
-    found = parts_of([ANSWER])
-    assert found.content.strip() == "I look." and found.content[0] == "I"
-    assert found.reasoning == "\nA city is\nneeded.\n"
-    assert [call["index"] for call in found.tool_calls] == [0, 1]
-    assert len({call["id"] for call in found.tool_calls}) == 2
-    for call in found.tool_calls:
-        assert call["function"]["name"] == "weather" and json.loads(
-            call["function"]["arguments"]
-        ) == {"city": "Paris"}
 
 
 @given(cuts=st.lists(st.integers(0, len(ANSWER)), max_size=12))
@@ -83,10 +69,6 @@ def test_what_cannot_be_parsed_stays_text(text):
         assert not found.tool_calls and found.content == "".join(pieces)
 
 
-def test_without_a_template_all_is_content():
-    assert PlainParts().push(ANSWER, True) == Parts(ANSWER)
-
-
 def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template():
     call = {
         "id": "1",
@@ -94,15 +76,15 @@ def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template():
         "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
     }
     broken = {"id": "2", "type": "function", "function": {"name": "weather", "arguments": "{"}}
-    message = Message(role="assistant", content=None, tool_calls=[call, broken])  # type: ignore[call-arg]
-    shown = message.for_template()["tool_calls"]
+    message = Message(role="assistant", content=None, tool_calls=[call, broken])
+    shown = message.for_template(int)["tool_calls"]
     assert shown[0]["function"]["arguments"] == {"city": "Paris"} and shown[1] == broken
 
 
 def test_arguments_that_nest_too_deeply_stay_text():
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
-    message = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[call-arg]
-    assert message.for_template()["tool_calls"] == [call]
+    message = Message(role="assistant", content=None, tool_calls=[call])
+    assert message.for_template(int)["tool_calls"] == [call]
 
 
 TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}}]'
@@ -132,14 +114,13 @@ def test_call_that_is_cut_off_stays_text():
 
 
 def test_log_probabilities_of_a_response_are_those_of_its_text():
-    chat_form = Answer(
-        "tiny", True, lambda token: b"abcdefgh"[token : token + 1], wants_logprobs=True
-    )
+    chat = ChatBody(messages=[{"role": "user", "content": "x"}], logprobs=True)
+    chat_form = Answer("tiny", chat, lambda token: b"abcdefgh"[token : token + 1])
     body = ResponsesBody.model_validate({"input": "x", "include": ["message.output_text.logprobs"]})
     answer = ResponseAnswer(body, chat_form)
 
     def add(tokens, parts, reason=None):
-        logprobs: list[Any] = [TokenLogprobs(-1.0, ()) for _ in tokens]
+        logprobs = [TokenLogprobs(-1.0, ()) for _ in tokens]
         answer.chunk(Piece(0, "", tokens, logprobs, reason, parts), (), False)
 
     add([0, 1], Parts(reasoning="ab"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ KINDS = {
 def test_names_mean_those_of_the_embedded_target(drafter):
     options = ModelOptions(drafter=drafter, dtype="float32")
     pair = load_models(options)
-    method: Any = draft_method(options, pair)
+    method = draft_method(options, pair)
     assert method.kind == KINDS[drafter]
     assert not isinstance(method, AssistantMethod) or method.assistant is pair.draft
 
@@ -54,7 +53,7 @@ def test_a_target_alone_is_drafted_for_by_its_own_text(tmp_path):
 def test_texts_are_shared_only_on_demand():
     for shares in (False, True):
         options = ModelOptions(drafter="suffix+lookup", dtype="float32", share_texts=shares)
-        method: Any = draft_method(options, load_models(options))
+        method = draft_method(options, load_models(options))
         assert isinstance(method, HybridMethod) and isinstance(method.methods[0], SuffixMethod)
         assert (method.methods[0]._drafter.past is not None) is shares
 

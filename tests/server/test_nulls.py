@@ -5,19 +5,19 @@ every endpoint.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from hf_slospec.server import anthropic, bodies, responses
-from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from hf_slospec.server import anthropic, bodies, chats, responses
+from hf_slospec.server.bodies import CompletionBody, DetokenizeBody
+from hf_slospec.server.chats import ChatBody, TokenizeBody
 from tests.server.conftest import serving
 from tests.server.protocols import USER
 from tests.server.scripted import Scripted
 
 # The body of each endpoint, and its required fields.
-ENDPOINTS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+ENDPOINTS = {
     "/v1/chat/completions": (ChatBody, {"messages": [USER]}),
     "/v1/completions": (CompletionBody, {"prompt": "def main():"}),
     "/v1/responses": (responses.ResponsesBody, {"input": "pass"}),
@@ -73,7 +73,7 @@ def test_null_is_the_default_of_every_optional_field(recorded, path):
 
 
 def test_no_model_of_bodies_takes_nulls_in_another_way():
-    for module in (bodies, anthropic, responses):
+    for module in (bodies, chats, anthropic, responses):
         for name, kind in vars(module).items():
             if (
                 isinstance(kind, type)

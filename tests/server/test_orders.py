@@ -11,30 +11,17 @@ from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import Objective, SLOLimits
 
 
-def test_an_objective_gives_what_the_request_leaves_out():
-    tenant = Tenant(SLOLimits(default_tpot=9.0), "", b"")
-    objective = Objective(slo_tpot=0.5, slo_e2e=4.0, priority=-2)
-    empty = tenant.arguments(CompletionBody(prompt="x"), {}, objective)
-    assert (empty["slo_tpot"], empty["slo_ttft"], empty["slo_e2e"], empty["priority"]) == (
-        0.5,
-        None,
-        4.0,
-        -2,
-    )
-    own = CompletionBody(prompt="x", priority=0, slo_e2e=2.0, best_effort=True)
-    found = tenant.arguments(own, {"x-slo-tpot-ms": "100"}, objective)
-    assert (found["slo_tpot"], found["slo_e2e"], found["priority"], found["best_effort"]) == (
-        0.1,
-        2.0,
-        0,
-        True,
-    )
-    with pytest.raises(InvalidInputError, match="priority must be at least 0"):
-        Tenant(SLOLimits(lowest_priority=0), "", b"").arguments(
-            CompletionBody(prompt="x"), {}, objective
-        )
-    with pytest.raises(InvalidInputError, match="slo_e2e must be at least 5 s"):
-        Tenant(SLOLimits(strictest_e2e=5.0), "", b"").arguments(own, {}, Objective())
+def test_a_keys_limits_hold_for_what_an_objective_gives():
+    objective = Objective(slo_e2e=4.0, priority=-2)
+    body = CompletionBody(prompt="x")
+    for limits, words in (
+        (SLOLimits(lowest_priority=0), "priority must be at least 0"),
+        (SLOLimits(strictest_e2e=5.0), "slo_e2e must be at least 5 s"),
+    ):
+        with pytest.raises(InvalidInputError, match=words):
+            Tenant(limits, "", b"").arguments(body, {}, objective)
+    found = Tenant(SLOLimits(default_tpot=9.0), "", b"").arguments(body, {}, objective)
+    assert (found["slo_tpot"], found["slo_e2e"], found["priority"]) == (9.0, 4.0, -2)
 
 
 def test_a_keys_limits_hold_for_every_stage():

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from typing import Any
 
 import pytest
 
@@ -19,8 +18,8 @@ from tests.server.test_completions import events
 from tests.support.toys.tiny_tokenizers import byte_level, sentencepiece_like
 
 PROMPT = tiny_prompts()[0][:120]
-BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0}
-PREFILL: dict[str, Any] = {
+BODY = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+PREFILL = {
     "messages": [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "def f(x):"}],
     "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 16, "temperature": 0,
 }  # fmt: skip
@@ -86,17 +85,16 @@ def test_first_spaces_of_outputs_are_kept(generator, size):
             (choice,) = client.completions.create(
                 model="tiny", prompt=prompt, echo=True, logprobs=1
             ).choices
-            assert choice.text == "The keys return the" and choice.logprobs is not None
+            assert choice.text == "The keys return the"
             offsets = choice.logprobs.text_offset
             names = choice.logprobs.tokens
-            assert offsets is not None and names is not None
             for offset, name in list(zip(offsets, names, strict=True))[2:]:
                 assert choice.text[offset:].startswith(name)
         stream = client.completions.create(model="tiny", prompt="The keys", stream=True)
         assert "".join(chunk.choices[0].text for chunk in stream) == " return the"
         (stopped,) = client.completions.create(model="tiny", prompt="The keys", stop=" the").choices
         assert stopped.text == " return"
-        messages: Any = [
+        messages = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "The keys"},
         ]
@@ -113,11 +111,10 @@ def test_log_probabilities_have_the_bytes_of_their_tokens(generator):
     for tokenizer in (copy.deepcopy(byte_level(400)), copy.deepcopy(sentencepiece_like(500))):
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         with serving(Scripted(generator, "the 🙂\n", tokenizer)) as served, served.openai as client:
-            messages: Any = [{"role": "user", "content": "x"}]
+            messages = [{"role": "user", "content": "x"}]
             (choice,) = client.chat.completions.create(
                 model="tiny", messages=messages, logprobs=True
             ).choices
-            assert choice.logprobs is not None and choice.logprobs.content is not None
             data = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
             assert data.decode() == choice.message.content or data.decode() == " " + (
                 choice.message.content or ""
@@ -126,9 +123,6 @@ def test_log_probabilities_have_the_bytes_of_their_tokens(generator):
             assert any(token.token.startswith("\\x") for token in choice.logprobs.content)
             legacy = (
                 client.completions.create(model="tiny", prompt="x", logprobs=0).choices[0].logprobs
-            )
-            assert (
-                legacy is not None and legacy.tokens is not None and legacy.top_logprobs is not None
             )
             assert any(name.startswith("bytes:\\x") for name in legacy.tokens)
             for name, top in zip(legacy.tokens, legacy.top_logprobs, strict=True):
@@ -155,16 +149,14 @@ def test_log_probabilities_of_tokens_with_one_text_are_told_apart(generator):
         logprobs = (
             client.completions.create(model="tiny", prompt="x", logprobs=3).choices[0].logprobs
         )
-        assert logprobs is not None and logprobs.tokens == ["x"]
+        assert logprobs.tokens == ["x"]
         expected = {f"token_id:{plain}": -0.5, f" {word}": -1.0, word: -1.5, "x": -3.0}
         assert logprobs.top_logprobs == [expected]
         engine.top = [(byte, -3.0), (plain, -math.inf)]
         logprobs = (
             client.completions.create(model="tiny", prompt="x", logprobs=2).choices[0].logprobs
         )
-        assert logprobs is not None and logprobs.top_logprobs == [
-            {"x": -3.0, f"token_id:{plain}": -9999.0}
-        ]
+        assert logprobs.top_logprobs == [{"x": -3.0, f"token_id:{plain}": -9999.0}]
 
 
 LISTED = (
@@ -177,7 +169,7 @@ DROPPING = "{% for m in messages %}{{ m.role }}\n{% endfor %}"
 def test_texts_reach_templates_of_parts_and_are_never_lost(served, generator):
     tokenizer = generator.tokenizer
     kept = generator.tokenizer.chat_template
-    messages: Any = [{"role": "user", "content": "What is it?"}]
+    messages = [{"role": "user", "content": "What is it?"}]
     refused = r"does not show the text of messages\[0\]"
     try:
         tokenizer.chat_template = LISTED

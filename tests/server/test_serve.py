@@ -60,8 +60,7 @@ def test_the_welcome_names_device_dtype_and_a_request_of_the_right_kind(is_chat,
 def free_port():
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
-        port: int = own.getsockname()[1]
-        return port
+        return own.getsockname()[1]
 
 
 NEW_TOKENS = quick_or(120, 300)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_slospec import (
     SLOSpecConfig,
     SLOSpecGenerator,
@@ -14,9 +12,9 @@ from tests.support.toys.tiny_models import tiny_model
 DRAFTS_ALWAYS = SLOSpecConfig(
     policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(2, 4)
 )
-NEW: dict[str, Any] = dict(max_new_tokens=quick_or(14, 24), output_scores=True, output_logits=True)
-GREEDY: dict[str, Any] = NEW | dict(do_sample=False)
-SAMPLED: dict[str, Any] = NEW | dict(do_sample=True)
+NEW = dict(max_new_tokens=quick_or(14, 24), output_scores=True, output_logits=True)
+GREEDY = NEW | dict(do_sample=False)
+SAMPLED = NEW | dict(do_sample=True)
 
 
 def generator(family="llama", **options):

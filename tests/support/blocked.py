@@ -1,4 +1,4 @@
-"""Pytest plugin: run tests as if folders of the package had been deleted.
+"""Run tests as if folders of the package had been deleted.
 
 The environment variable ``BLOCKED`` names them, comma-separated. Imports of these folders fail, and
 test files that name them are not collected."""

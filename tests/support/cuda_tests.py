@@ -17,11 +17,12 @@ from hf_slospec import (
 from hf_slospec.cuda import flash as packing
 from hf_slospec.cuda import flash_kernels as kernel_choice
 from hf_slospec.cuda import graphs
-from hf_slospec.cuda.flash_attention import FlashAttention
+from hf_slospec.cuda.flash_attention import FlashAttention, kernel_on
 from hf_slospec.cuda.flash_kernels import KernelUnavailable
 from hf_slospec.cuda.graphs import Graphs
 from hf_slospec.drafters import beam
 from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.attention.sdpa import sdpa_attention
 from hf_slospec.model.batch import AttentionRules
@@ -55,7 +56,7 @@ def kernel(request, monkeypatch):
     except KernelUnavailable as reason:
         pytest.skip(f"{request.param.name}: {reason}")
     monkeypatch.setattr(kernel_choice, "KERNELS", (request.param,))
-    found = kernel_choice.kernel_on(CUDA, torch.bfloat16, 64)
+    found = kernel_on(CUDA, torch.bfloat16, 64)
     assert not isinstance(found, str), found  # what can be loaded passes its trial
     return found
 
@@ -85,7 +86,7 @@ def test_fp32_token_for_token_by_sdpa(family, sampling):
 
 def test_auto_is_triton_and_flash_is_flash():
     half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
-    kernel = kernel_choice.kernel_on(CUDA, torch.bfloat16, 8)
+    kernel = kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
         pytest.skip(kernel)
     names = [
@@ -226,7 +227,7 @@ def test_a_capture_that_fails_leaves_cuda_usable(kernel, captures, monkeypatch):
 @pytest.mark.parametrize("patience", [0, 10**9])
 def test_drafting_and_verifying_wait_for_nothing(kernel, captures, patience, monkeypatch):
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
-    drafter = AssistantDrafter(bench.packed, 20, 101)
+    drafter = AssistantDrafter(bench.packed, Room(20, 101))
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9)
     drafter.draft(bench.requests, plan)  # feeds the prompts
     monkeypatch.setattr(beam, "_trees", lambda nodes, sizes: list(nodes))  # the copy to the host

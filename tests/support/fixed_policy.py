@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any
 
-FIXED: dict[str, Any] = {
+FIXED = {
     "policy": "fixed",
     "max_depth": 4,
     "max_width": 1,

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from hf_slospec.model.sequences import Sequences
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.model.tree_mask import chain_and_tree
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
 
@@ -45,7 +47,8 @@ class Bench:
         trees = [tree(request, TREES[request.index % 3]) for request in self.requests]
         pairs = zip(self.requests, trees, strict=True)
         return [
-            self.sequences.chain_and_tree(r, self.sequences.uncached(r), tree) for r, tree in pairs
+            chain_and_tree(self.packed, self.sequences.of(r), self.sequences.uncached(r), tree)
+            for r, tree in pairs
         ]
 
     def verify(self):

@@ -18,7 +18,7 @@ def support_counts(text=None):
         text = SUPPORT.read_text(encoding="utf-8")
     header, _, *rows = re.findall(r"^\|.*\|$", text.split("\n| class |")[0], re.MULTILINE)
     columns = [cell.strip() for cell in header.strip("|").split("|")][1:]
-    found = {column: Counter[str]() for column in columns}
+    found = {column: Counter() for column in columns}
     for row in rows:
         status, *numbers = (cell.strip() for cell in row.strip("|").split("|"))
         for column, number in zip(columns, numbers, strict=True):

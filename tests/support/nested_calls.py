@@ -20,7 +20,7 @@ class CallingProcessor(LogitsProcessor):
 
     def __init__(self, run):
         self.run = run
-        self.seen = list[Any]()
+        self.seen = []
 
     def __call__(self, input_ids, scores):
         self.seen.append(self.run(input_ids))
@@ -34,7 +34,7 @@ class CallingCriterion(StoppingCriteria):
 
     def __init__(self, run):
         self.run = run
-        self.seen = list[Any]()
+        self.seen = []
 
     def __call__(self, input_ids, scores, **_):
         self.seen.append(self.run(input_ids))
@@ -44,9 +44,9 @@ class CallingCriterion(StoppingCriteria):
 class CallingStreamer(BaseStreamer):
     def __init__(self, run):
         self.run = run
-        self.seen = list[Any]()
+        self.seen = []
         self.ended = threading.Event()
-        self.input_ids: torch.Tensor | None = None
+        self.input_ids = None
 
     def put(self, value):
         self.input_ids = (
@@ -63,7 +63,7 @@ class CallingPrefix:
 
     def __init__(self, run):
         self.run = run
-        self.seen = list[Any]()
+        self.seen = []
 
     def __call__(self, row, input_ids):
         self.seen.append(self.run(input_ids[None]))

@@ -6,7 +6,9 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 
 NO_TIME = PhaseTimes()
 EIGHT = SLOSpecConfig(max_depth=8)

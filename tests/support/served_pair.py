@@ -22,10 +22,14 @@ def answer(model, ids, seed=None, **options):
     rows = (ids if isinstance(ids, torch.Tensor) else torch.tensor(list(ids)))[None]
     if seed is not None:
         torch.manual_seed(seed)
-    new: list[int] = model.generate(rows, attention_mask=torch.ones_like(rows), **options)[
+    return model.generate(rows, attention_mask=torch.ones_like(rows), **options)[
         0, rows.shape[1] :
     ].tolist()
-    return new
+
+
+def written(generator, prompt, **options):
+    """Return the new tokens of a submitted request."""
+    return generator.submit(prompt, **options).result(WAIT_S).token_ids
 
 
 def alone(pair, prompt, seed=None, **options):

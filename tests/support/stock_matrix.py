@@ -67,18 +67,18 @@ NEW_TOKENS = quick_or(12, 20)
 
 # ---- models
 
-LLAMA4: dict[str, Any] = GROUPED | dict(
+LLAMA4 = GROUPED | dict(
     head_dim=8, attention_chunk_size=WINDOW, num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=48,
     no_rope_layers=[1, 0],
 )  # fmt: skip
 ROPE_SWITCH = 32  # length at which the frequencies change
-LONGROPE: dict[str, Any] = dict(
+LONGROPE = dict(
     rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=ROPE_SWITCH, factor=4.0,
     short_factor=[1.0, 1.0, 1.5, 2.0], long_factor=[1.0, 3.0, 9.0, 20.0],
 )  # fmt: skip
-DECODER: dict[str, Any] = SMALL | dict(is_decoder=True)
+DECODER = SMALL | dict(is_decoder=True)
 # Class of the config and settings of models beside those of tiny_models.FAMILIES.
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+CONFIGS = {
     "bert": ("BertConfig", DECODER),
     "roberta": ("RobertaConfig", DECODER),
     "electra": ("ElectraConfig", DECODER | dict(embedding_size=32)),
@@ -141,7 +141,7 @@ def with_few_outputs(model):
 
 
 # Family and what is done to a copy of its tiny model.
-CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+CHANGES = {
     "llama-training": ("llama", lambda model: model.train()),
     "llama-fp64": ("llama", lambda model: model.double()),
     "llama-bf16": ("llama", lambda model: model.bfloat16()),
@@ -163,7 +163,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda model: cpu_offload(model, execution_device=torch.device("cpu")),
     ),
 }
-GEMMA4: dict[str, dict[str, Any]] = {
+GEMMA4 = {
     "gemma4": {},
     "gemma4-own": dict(variant="own"),
     "gemma4-unified": dict(unified=True),
@@ -271,7 +271,7 @@ def tokenized(*texts):
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
-INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+INPUTS = {
     "code": lambda model: embedded_texts(90, 30, 60),
     "code4": lambda model: embedded_texts(90, 30, 60, 45),
     "long": lambda model: embedded_texts(1030, 40),
@@ -491,11 +491,9 @@ def of_stop_strings():
     return dict(stop_strings=["self.", "):"], tokenizer=load_tiny_pair()[2], max_new_tokens=60)
 
 
-SCORES: dict[str, Any] = dict(output_scores=True, output_logits=True)
-EOS: dict[str, Any] = dict(
-    eos_token_id=[2, 17, 40, 41, 42], pad_token_id=5, max_new_tokens=quick_or(24, 40)
-)
-OPTIONS: dict[str, Any] = {
+SCORES = dict(output_scores=True, output_logits=True)
+EOS = dict(eos_token_id=[2, 17, 40, 41, 42], pad_token_id=5, max_new_tokens=quick_or(24, 40))
+OPTIONS = {
     "greedy": dict(do_sample=False),
     "sampled": dict(do_sample=True, temperature=0.8, top_k=30, top_p=0.95),
     "drawn": dict(do_sample=True),
@@ -625,7 +623,7 @@ PUBLISHED_HEADS = {name.replace(" ", "-"): case for name, case in PUBLISHED_BLOC
 Draft = Callable[
     [str, Path], dict[str, Any]
 ]  # name of the target, folder for checkpoints -> arguments
-DRAFTERS: dict[str, Draft] = {
+DRAFTERS = {
     "lookup": lambda name, folder: {},
     "lookup-argument": lambda name, folder: dict(
         prompt_lookup_num_tokens=4, max_matching_ngram_size=2
@@ -653,7 +651,7 @@ DRAFTERS: dict[str, Draft] = {
         )
         for name, case in PUBLISHED_HEADS.items()
     },
-}  # type: ignore[misc]
+}
 
 
 def drafter_of(name, model_name, folder):
@@ -701,7 +699,7 @@ def constant(target, value):
     return lambda patch: patch.setattr(target, value)
 
 
-ALWAYS: dict[str, Any] = dict(
+ALWAYS = dict(
     policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(2, 4), kv_tokens=20_000,
     compile=False, prepack=False,
 )  # fmt: skip
@@ -719,8 +717,8 @@ class ForwardPath:
     drafts: bool = True  # in every step
 
 
-FLASH: dict[str, Any] = dict(attention="flash", policy="fixed", max_depth=3, max_width=2)
-PATHS: dict[str, ForwardPath] = {
+FLASH = dict(attention="flash", policy="fixed", max_depth=3, max_width=2)
+PATHS = {
     "eager": ForwardPath(),
     "4d-mask": ForwardPath(dict(attention="4d_mask")),
     "auto": ForwardPath(dict(policy="auto", prepack=None, compile=True), drafts=False),
@@ -854,7 +852,7 @@ def texts_and_answers(case):
 
 
 def answers_to(case, texts):
-    answers = list[list[int]]()
+    answers = []
     for text in texts:
         case.forget(case.model)
         answers.append(answer(case.model, text, SEED, **case.submit_options()))
@@ -969,7 +967,7 @@ def after_interrupt(case):
     return case.compare(generator.generate)
 
 
-ENTRIES: dict[str, Callable[[Case], Any]] = {
+ENTRIES = {
     "generator": by_generator,
     "per-row": by_slo_per_row,
     "enable": by_enable,

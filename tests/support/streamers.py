@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers.generation import BaseStreamer
 
 
@@ -11,7 +9,7 @@ class Recorder(BaseStreamer):
     """Records everything that a streamer is given; its end as an empty list."""
 
     def __init__(self):
-        self.puts: list[list[Any]] = []
+        self.puts = []
 
     def put(self, value):
         self.puts.append(value.tolist())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -33,7 +32,7 @@ SLOW = 5.0  # times as much time as on the first rank passes on the others, by t
 # Requests wait, and are preempted.
 SMALL = CONFIG.model_copy(update={"kv_tokens": 96, "max_batch": 1, "admission": "priority"})
 SLOS = 0.001, None, 9.0
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "greedy": dict(do_sample=False),
     "sampled": dict(do_sample=True, temperature=0.8, top_k=20, num_return_sequences=2),
 }
@@ -83,12 +82,12 @@ def _found(rank, folder):
     )
     target = by_draft.model
     whole_draft = by_draft.assistant_model
-    ways: dict[str, dict[str, Any]] = {
+    ways = {
         "draft": {},
         "split draft": {"assistant_model": load("draft")},
         "lookup": {"prompt_lookup_num_tokens": 3},
     }
-    found: dict[str, Any] = {"stock": {}, "ours": {}, "steps": {}}
+    found = {"stock": {}, "ours": {}, "steps": {}}
     for kind, options in OPTIONS.items():
         found["stock"][kind] = generated(target, options).sequences
         for way, own in ways.items():
@@ -124,7 +123,7 @@ def _found(rank, folder):
 
 def _batched(rank, generator):
     """Return what the first process gets of its batcher, and what is refused in each."""
-    found: dict[str, Any] = {}
+    found = {}
     generator.start().stop()
     other = SLOSpecGenerator(generator.model)
     with generator:
@@ -142,8 +141,8 @@ def _hooked(rank, generator):
     """Return how a request ends after a hook was added to the model of a batcher, and after its
     restart.
     """
-    found = dict[str, Any]()
-    hooks = list[Any]()
+    found = {}
+    hooks = []
     options = dict(max_new_tokens=4, do_sample=False)
     for attempt in ("refused", "restarted"):
         with generator:
@@ -190,7 +189,7 @@ def _changed(rank, folder, generator):
     before = norm.detach().clone()
     has_answered = folder / "answered"
     has_changed = folder / "changed"
-    found = list[list[int]]()
+    found = []
     options = dict(max_new_tokens=4, do_sample=False)
     with generator:
         if rank == 0:
@@ -221,7 +220,7 @@ def _parted(rank, folder, generator):
     has_parted, options, found = (
         folder / "parted",
         dict(max_new_tokens=4, do_sample=False),
-        dict[str, Any](),
+        {},
     )
     generator.start()
     if rank == 0:
@@ -233,7 +232,7 @@ def _parted(rank, folder, generator):
     else:
         while not has_parted.exists():
             time.sleep(0.01)
-        sequences: Any = generator._service._engine().target.sequences  # type: ignore[union-attr]
+        sequences = generator._service._engine().target.sequences
         while not sequences.num_kept:  # the last order may be under way
             time.sleep(0.01)
         sequences._keep_at_most(0)

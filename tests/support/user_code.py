@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers import (
     AttentionInterface,
     DynamicCache,
     LogitsProcessorList,
-    PreTrainedModel,
     StaticCache,
     StoppingCriteriaList,
 )
@@ -41,12 +39,11 @@ class Nested:
         """Return what the model writes after the last tokens.  [1, length] -> [num_rows, num_new]"""
         prompt = input_ids[-1:, -5:].clone()
         options = {"max_new_tokens": 3, "pad_token_id": 0, **self.options, **self.slo}
-        found: torch.Tensor = model.generate(prompt, **options)[:, prompt.shape[1] :]
-        return found
+        return model.generate(prompt, **options)[:, prompt.shape[1] :]
 
 
 def per_row(function):
-    function.per_row = True  # type: ignore[attr-defined]
+    function.per_row = True
     return function
 
 
@@ -108,7 +105,7 @@ def cache_layers_of_own_class(model, nested):
 def patched_cache(model, nested):
     cache = DynamicCache(config=model.config)
     update = cache.update
-    cache.update = lambda key, value, *args, **kw: update(key.round(decimals=0), value, *args, **kw)  # type: ignore[method-assign]
+    cache.update = lambda key, value, *args, **kw: update(key.round(decimals=0), value, *args, **kw)
     return {CACHE_NAME: cache}
 
 
@@ -159,7 +156,7 @@ def mean_hook(model, nested):
 
 
 def counting_hook(model, nested):
-    calls = list[int]()
+    calls = []
 
     def change(hidden):
         calls.append(1)
@@ -277,7 +274,7 @@ def generate_of_class(model, nested):
     return with_class(model, generate=shorter)
 
 
-USER_CODE: tuple[Callable[[PreTrainedModel, Nested], dict[str, Any]], ...] = (
+USER_CODE = (
     nested_processor, nested_criterion, nested_prefix_function, cache_of_own_class, static_cache_of_own_class,
     cache_layers_of_own_class, patched_cache, prepared_cache, decode_hook, prompt_hook, long_forward_hook, index_hook,
     mean_hook, counting_hook, steering_hook, logits_hook, replaced_forward, prepared_inputs,

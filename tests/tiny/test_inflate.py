@@ -101,6 +101,6 @@ def test_an_inflated_pair_accepts_as_the_embedded_pair():
         Shape(512, 704, 8, vocab_size=1024),
     ],
 )
-def test_shapes_that_cannot_hold_the_model(shape):
+def test_shapes_that_cannot_hold_the_model_are_refused(shape):
     with pytest.raises(InvalidInputError, match="cannot hold"):
         inflate(load_tiny_pair()[0], shape)

@@ -70,7 +70,7 @@ def assert_same_trees(first, second):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["mtp", "all flags", "biases"])
-def test_random_heads(kind, shape, plain, tmp_path, monkeypatch):
+def test_inflated_heads_draft_the_same_trees(kind, shape, plain, tmp_path, monkeypatch):
     """Of EAGLE-3 heads, attention is wider than the hidden size, and epsilon is not the target's."""
     if kind == "mtp":
         tensors = {f"mtp.{name}": tensor for name, tensor in mtp_tensors("llama").items()}

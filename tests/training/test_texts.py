@@ -102,7 +102,7 @@ def test_conversations_of_either_form(record, tmp_path, tokenizer):
     assert 0 < item.given.begin <= len(item.prompt)
 
 
-def test_turns_are_only_asked(tmp_path, tokenizer):
+def test_turns_without_answers_are_prompts_only(tmp_path, tokenizer):
     source = read_data(
         lines(tmp_path / "own.jsonl", *[{"turns": ["One?", "Two?"]}] * 2),
         tokenizer,
@@ -252,7 +252,7 @@ def test_a_bad_line_is_named_by_its_number(content, message, tmp_path, tokenizer
         read_data(path, tokenizer, SEQ_LEN, 0, BATCH)
 
 
-def test_data_that_cannot_be_used(tmp_path, tokenizer):
+def test_unusable_data_is_refused(tmp_path, tokenizer):
     path = lines(tmp_path / "own.jsonl", chat("Who?"))
     with pytest.raises(InvalidInputError, match="holds too little text"):
         read_data(path, tokenizer, SEQ_LEN, 0, BATCH)

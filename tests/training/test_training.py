@@ -440,7 +440,7 @@ def test_the_output_layer_may_be_the_targets(tmp_path, layout):
     assert head.lm_head is target.get_output_embeddings() and head.target_ids is None
 
 
-def test_what_a_folder_holds_is_checked(short, tmp_path):
+def test_folders_of_other_trainings_are_refused(short, tmp_path):
     out = short.options.out
     with pytest.raises(
         InvalidInputError, match=r"other settings: --seq-len \(96 and not 128\); give the same ones"

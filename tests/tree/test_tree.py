@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.tree.tree import ROOT, Forest, TokenTree
+from hf_slospec.tree.tree import ROOT, Forest
 from tests.support.toys.trees import (
     SEEDS,
     TIED,
@@ -22,9 +22,8 @@ from tests.support.toys.trees import (
 
 SIZES = st.integers(1, 25)
 PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0), (1.0,)])
-WEIGHTS = st.lists(
-    st.sampled_from([1.0, 1.0, 0.5, 3.3]), min_size=4, max_size=4
-)  # one per tree; some tie
+# One per tree; some tie.
+WEIGHTS = st.lists(st.sampled_from([1.0, 1.0, 0.5, 3.3]), min_size=4, max_size=4)
 
 
 def ancestors(tree, node):
@@ -97,10 +96,8 @@ def test_a_forest_holds_its_trees_one_after_the_other(seed, sizes):
     for index, (tree, start) in enumerate(zip(trees, forest.starts.tolist(), strict=True)):
         own = np.flatnonzero(forest.tree_of == index)
         assert own.tolist() == list(range(start, start + tree.num_nodes))
-        assert forest.parents[own].tolist() == [
-            start,
-            *(start + tree.parents[1:]),
-        ]  # a root is its own parent
+        # A root is its own parent.
+        assert forest.parents[own].tolist() == [start, *(start + tree.parents[1:])]
         assert forest.depths[own].tolist() == tree.depths.tolist()
         assert forest.path_probs[own].tolist() == tree.path_probs.tolist()
 
@@ -184,13 +181,6 @@ def test_ancestor_mask_marks_ancestors_and_self(seed, size):
     assert [set(np.flatnonzero(row)) for row in mask] == [
         ancestors(tree, node) for node in range(size)
     ]
-
-
-@given(seed=SEEDS, size=SIZES, conditionals=PROBS)
-@settings(deadline=None)
-def test_check_does_not_raise_for_trees(seed, size, conditionals):
-    random_tree(np.random.default_rng(seed), size, conditionals).check()
-    TokenTree.root_only(7).check()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from hf_slospec.server.model_options import ModelOptions
 
 @with_models(size="0.6B")
 def bench(
-    given: dict[str, Any],
+    fields: dict[str, Any],
     batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
     prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")
@@ -51,7 +51,7 @@ def bench(
     check_outputs(None, json_path)
     settings = config_of(config, exact=exact)
     with usage_errors():
-        options = ModelOptions(**given)
+        options = ModelOptions(**fields)
         models = load_models(options)
         method = draft_method(options, models)
         where = size_and_place(models.target)

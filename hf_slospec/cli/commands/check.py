@@ -24,7 +24,7 @@ from hf_slospec.server.model_options import ModelOptions, only_errors_logged
 
 @with_models(MODEL[1:], dtype="auto")
 def check(
-    given: dict[str, Any],
+    fields: dict[str, Any],
     target: Annotated[
         str | None,
         typer.Argument(metavar="TARGET", help=ModelOptions.model_fields["target"].description),
@@ -69,7 +69,7 @@ def check(
     budget = TimeBudget(seconds, Console(stderr=True, soft_wrap=True))
     with usage_errors(), only_errors_logged():
         texts = read_prompts(prompts)
-        options = ModelOptions(**given, target=target, images=images)
+        options = ModelOptions(**fields, target=target, images=images)
         budget.show(
             f"checking {options.name}, for about {seconds:g} s at most (--seconds); loading"
         )

@@ -18,7 +18,7 @@ from hf_slospec.server.model_options import ModelOptions
 
 @with_models(size=SIZE)
 def demo(
-    given: dict[str, Any],
+    fields: dict[str, Any],
     host: Annotated[
         str | None,
         typer.Option(
@@ -55,4 +55,4 @@ def demo(
         need("demo", "the demo")
         from hf_slospec.demo.serve import Options, serve
 
-        serve(Options(ModelOptions(**given), host, port, password, no_password), console.print)
+        serve(Options(ModelOptions(**fields), host, port, password, no_password), console.print)

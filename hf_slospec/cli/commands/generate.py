@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 @with_models()
 def generate(
-    given: dict[str, Any],
+    fields: dict[str, Any],
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. '-', or no prompt in a pipe: standard input.")
     ] = None,
@@ -107,14 +107,19 @@ def generate(
             with console.status(
                 "loading, and measuring the speed of the models (stored for later runs)"
             ):
-                generator = load_generator(ModelOptions(**given), settings).start()
+                generator = load_generator(ModelOptions(**fields), settings).start()
             facts = f"{size_and_place(generator.model)}; drafts: {generator.draft_method.kind}"
             console.print(facts, style="dim", highlight=False, soft_wrap=True)
             with generator, logged_afterwards():  # logs follow the text
                 handle = generator.submit(
                     [{"role": "user", "content": text}] if chat else text, **arguments
                 )
-                result = _streamed(handle, is_shown=json_path != "-")
+                for piece in handle:
+                    if json_path != "-":
+                        print(piece, end="", flush=True)
+                if json_path != "-":
+                    print(flush=True)
+                result = handle.result()
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
     console.print(summary(result.metrics), style="dim", highlight=False, soft_wrap=True)
@@ -141,16 +146,6 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if not text:
         raise typer.BadParameter("the prompt is empty; give at least one character")
     return text
-
-
-def _streamed(handle: RequestHandle, is_shown: bool) -> RequestResult:
-    """Print the text while it is decoded, and return the result."""
-    for piece in handle:
-        if is_shown:
-            print(piece, end="", flush=True)
-    if is_shown:
-        print(flush=True)
-    return handle.result()
 
 
 def summary(metrics: RequestMetrics) -> str:

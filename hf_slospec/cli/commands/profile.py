@@ -23,7 +23,7 @@ from hf_slospec.server.model_options import ModelOptions
 
 @with_models(size="0.6B")
 def profile(
-    given: dict[str, Any],
+    fields: dict[str, Any],
     seconds: Annotated[
         float, typer.Option(min=1.0, help="Duration of the measurement of each model.")
     ] = 30.0,
@@ -54,7 +54,7 @@ def profile(
     check_outputs(plot, json_path)
     err = Console(stderr=True, soft_wrap=True)
     with usage_errors():
-        options = ModelOptions(**given)
+        options = ModelOptions(**fields)
         with err.status("loading" + (", and compiling unless that was done" if compile else "")):
             pair = load_models(options)
             method = draft_method(options, pair)

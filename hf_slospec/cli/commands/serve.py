@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from hf_slospec.cli.options import (
@@ -21,10 +19,10 @@ from hf_slospec.cli.options import (
     with_options,
 )
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError, describe_validation_error
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
 from hf_slospec.server.limits import RequestLimits
-from hf_slospec.server.options import Objectives, ServeOptions, SLOLimits
+from hf_slospec.server.options import Objective, ServeOptions, SLOLimits
 
 FILES = ("chat_template", "response_template")
 COMPOSED = (
@@ -36,7 +34,6 @@ COMPOSED = (
     "config",
 )  # fields whose options have another form
 LIMITS = ("default_tpot", "strictest_tpot", "lowest_priority")
-KEYS = TypeAdapter(dict[str, SLOLimits])
 
 
 @with_options(
@@ -48,7 +45,7 @@ KEYS = TypeAdapter(dict[str, SLOLimits])
     option(SLOSpecConfig, "guarantee"),
 )
 def serve(
-    given: dict[str, Any],
+    fields: dict[str, Any],
     api_key: Annotated[
         list[str],
         typer.Option(envvar="HF_SLOSPEC_API_KEY", help="Key that clients must send; repeatable."),
@@ -77,22 +74,25 @@ def serve(
     say = partial(Console(stderr=True, soft_wrap=True).print, markup=False, highlight=False)
     with usage_errors(OSError):
         need("serve" if replicas is None else "ray", "the server")
-        limits = SLOLimits(**{name: given.pop(name) for name in LIMITS})
-        given["bounds"] = settings_of(given["bounds"], RequestLimits, "bounds")
-        given["objectives"] = settings_of(given["objectives"], Objectives, "objectives").root
-        if (path := given["chat_template"]) is not None:
-            given["chat_template"] = _read("--chat-template", path)
-        if (path := given["response_template"]) is not None:
-            given["response_template"] = _read_json("--response-template", path)
+        limits = SLOLimits(**{name: fields.pop(name) for name in LIMITS})
+        fields["bounds"] = settings_of(fields["bounds"], RequestLimits, "--request-limits")
+        objectives = settings_of(fields["objectives"], dict[str, Objective], "--objectives")
+        fields["objectives"] = objectives
+        if (path := fields["chat_template"]) is not None:
+            fields["chat_template"] = _read("--chat-template", path)
+        if (path := fields["response_template"]) is not None:
+            text = _read("--response-template", path)
+            fields["response_template"] = settings_of(text, Any, f"--response-template {path}")
         keys = dict.fromkeys(api_key, limits)
         if api_key_file is not None:
-            keys |= read_keys(api_key_file)
+            text = _read("--api-key-file", api_key_file)
+            keys |= settings_of(text, dict[str, SLOLimits], f"--api-key-file {api_key_file}")
             if not keys:
                 raise InvalidInputError(
                     f"--api-key-file {api_key_file} has no key; leave it out to serve all"
                 )
-        settings = config_of(config, guarantee=given.pop("guarantee"), exact=exact)
-        options = ServeOptions(**given, limits=limits, api_keys=keys, config=settings)
+        settings = config_of(config, guarantee=fields.pop("guarantee"), exact=exact)
+        options = ServeOptions(**fields, limits=limits, api_keys=keys, config=settings)
         if replicas is None:
             from hf_slospec.server.serve import serve as run
 
@@ -101,23 +101,6 @@ def serve(
             from hf_slospec.replicas.start import serve_replicas
 
             serve_replicas(options, replicas, say)
-
-
-def read_keys(path: Path) -> dict[str, SLOLimits]:
-    """Return the limits by API key that a file has; raises InvalidInputError."""
-    try:
-        return KEYS.validate_json(_read("--api-key-file", path))
-    except ValidationError as error:
-        raise InvalidInputError(
-            f"--api-key-file {path}: {describe_validation_error(error)}"
-        ) from None
-
-
-def _read_json(name: str, path: Path) -> Any:
-    try:
-        return json.loads(_read(name, path))
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{name} {path}: {error}") from error
 
 
 def _read(name: str, path: Path) -> str:

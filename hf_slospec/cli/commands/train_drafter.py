@@ -24,7 +24,7 @@ MODEL = ("target", "dtype", "device", "allow_missing")  # fields of ModelOptions
     *(option(ModelOptions, field) for field in MODEL),
     *(option(TrainingOptions, field) for field in TrainingOptions.model_fields),
 )
-def train_drafter(given: dict[str, Any]) -> None:
+def train_drafter(fields: dict[str, Any]) -> None:
     """Train a drafter for a target, from texts of yours or from texts that the target writes.
 
     The folder --out is one for --drafter of the other commands. The same command goes on where it
@@ -38,8 +38,8 @@ def train_drafter(given: dict[str, Any]) -> None:
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with usage_errors(), only_errors_logged():
-        models = ModelOptions(**{field: given.pop(field) for field in MODEL})
-        options = TrainingOptions(**given)
+        models = ModelOptions(**{field: fields.pop(field) for field in MODEL})
+        options = TrainingOptions(**fields)
         target, _, tokenizer = load_models(models)
         if (
             models.dtype == "fast"

@@ -113,11 +113,11 @@ class AdaSpecPolicy(NamedPolicy):
         is_kept = forest.depths == 0
         ranked = forest.canonical(forest.path_probs)
         is_kept[ranked[: max(smaller_size(len(is_whole)) - len(forest.trees), 0)]] = True
-        kept, whole = (
+        pruned_rate, whole_rate = (
             float(forest.path_probs[nodes].sum()) / self._seconds(forest, nodes)
             for nodes in (is_kept, is_whole)
         )
-        return is_kept if kept >= whole else is_whole
+        return is_kept if pruned_rate >= whole_rate else is_whole
 
     def _seconds(self, forest: Forest, is_verified: BoolArray) -> float:
         num_tokens = int(np.count_nonzero(is_verified)) + self._num_prefill_tokens

@@ -21,9 +21,8 @@ from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, ranks_by_key
 
-TreeTime = Callable[
-    [IntArray, IntArray], FloatArray
-]  # nodes [m, 1], levels with the root [l] -> seconds [m, l]
+# Nodes [m, 1], levels with the root [l] -> seconds [m, l]
+TreeTime = Callable[[IntArray, IntArray], FloatArray]
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class StaticTree:
     """Tree shape, independent of tokens. Parents precede children."""
 
     parents: tuple[int, ...]  # -1 at the root
-    ranks: tuple[
-        int, ...
-    ]  # rank among the siblings; 0: the draft's most probable child, and the root
+    # Rank among the siblings; 0: the draft's most probable child, and the root
+    ranks: tuple[int, ...]
 
     @classmethod
     def of_expansion(cls, expansion: Sequence[int]) -> StaticTree:
@@ -78,25 +76,17 @@ class StaticTree:
         candidate."""
         inner = np.flatnonzero(forest.depths > 0)
         inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
-        num_ranks = max(self.ranks) + 1
-        ranks = ranks_by_key(forest.parents[inner])
-        keys = np.where(ranks < num_ranks, forest.parents[inner] * num_ranks + ranks, -1)
-        order = np.argsort(keys)
-        keys = keys[order]
-        inner = inner[order]
-        matches = np.full(
-            (self.num_nodes, len(forest.trees)), -1
-        )  # candidate for each node of the shape; -1: none
-        matches[0] = forest.starts
-        for depth in range(1, self.max_depth + 1 if len(inner) else 0):
-            level = np.flatnonzero(self.depths == depth)
-            above = matches[np.array(self.parents)[level]]
-            rank = np.array(self.ranks)[level, None]
-            wanted = np.where(above >= 0, above * num_ranks + rank, -2)
-            indices = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-            matches[level] = np.where(keys[indices] == wanted, inner[indices], -1)
-        is_taken = np.zeros(len(forest.depths), dtype=np.bool_)
-        is_taken[matches[matches >= 0]] = True
+        ranks = np.zeros(len(forest.depths), dtype=np.int64)
+        ranks[inner] = ranks_by_key(forest.parents[inner])
+        # Child of each node of the shape by rank; -1: none, as in the last row and column.
+        children = np.full((self.num_nodes + 1, max(self.ranks) + 2), -1)
+        children[list(self.parents[1:]), list(self.ranks[1:])] = range(1, self.num_nodes)
+        matches = np.zeros(len(ranks), dtype=np.int64)  # node of the shape; -1: none
+        for depth in range(1, int(forest.depths.max()) + 1):
+            level = np.flatnonzero(forest.depths == depth)
+            rank = np.minimum(ranks[level], children.shape[1] - 1)
+            matches[level] = children[matches[forest.parents[level]], rank]
+        is_taken: BoolArray = matches >= 0
         return is_taken
 
 
@@ -126,9 +116,8 @@ class Sequoia:
         self._values[1, 1:, 0] = 1.0
         self.expected = np.full((max_nodes + 1, max_levels + 1), -np.inf)
         sizes = np.arange(max_nodes + 1)
-        self._rest = np.maximum(
-            sizes[:, None] - sizes, 0
-        )  # [m, y] nodes of the last child's subtree: m - y
+        # [m, y] nodes of the last child's subtree: m - y
+        self._rest = np.maximum(sizes[:, None] - sizes, 0)
         for levels in range(1, max_levels + 1):
             for count in range(1, len(acceptance) + 1):
                 self._values[:, levels, count] = self._splits(levels, count).max(axis=1)
@@ -160,13 +149,11 @@ class Sequoia:
         ranks = [0]
         sizes = [num_nodes]
         levels = [num_levels]
-        for node, (size, level) in enumerate(
-            zip(sizes, levels, strict=True)
-        ):  # they grow during the iteration
+        # They grow during the iteration
+        for node, (size, level) in enumerate(zip(sizes, levels, strict=True)):
             for count in range(int(np.argmax(self._values[size, level])), 0, -1):
-                rest = int(
-                    np.argmax(self._splits(level, count)[size])
-                )  # nodes outside of the last child's subtree
+                # Nodes outside of the last child's subtree
+                rest = int(np.argmax(self._splits(level, count)[size]))
                 parents.append(node)
                 ranks.append(count - 1)
                 sizes.append(size - rest)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.lab.policies.goodput import chain_tokens
-from hf_slospec.lab.policies.smartspec import Batch, Chains, SmartSpecPolicy
+from hf_slospec.lab.policies.smartspec import Batch, SmartSpecPolicy
 from hf_slospec.policies.registry import PolicyOptions, affordable_tokens
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
@@ -40,15 +40,16 @@ class SLOsServePolicy(SmartSpecPolicy):
         super().__init__(config, costs)
         self.budget = config.token_budget or affordable_tokens(costs)
 
-    def _to_draft(self, batch: Batch) -> Chains:
+    def _to_draft(self, batch: Batch) -> IntArray:
         longest = int(batch.useful.max())
         needed = self._slo_lengths(batch, longest + 1)  # nodes, roots included
         wanted = self._best(batch, batch.useful)[0] if needed is None else needed - 1
         lengths: IntArray = np.minimum(wanted, batch.useful)
         num_tokens = int(lengths.sum()) + len(batch.requests) + batch.num_prefill_tokens
-        return Chains(
-            lengths, float(self.costs.shape_s(batch.requests, int(lengths.max()), 1, num_tokens))
+        self._predicted_s = float(
+            self.costs.shape_s(batch.requests, int(lengths.max()), 1, num_tokens)
         )
+        return lengths
 
     def _slo_lengths(self, batch: Batch, max_len: int) -> IntArray | None:
         """Return the nodes to verify of each request, root included, to meet the TPOT SLOs; None if
@@ -116,9 +117,8 @@ class SLOsServePolicy(SmartSpecPolicy):
         """
         num_free = int(counts[is_free].sum())
         longest = int(solution.lengths.max())
-        num_bound = int(
-            (solution.lengths * counts)[~is_free].sum()
-        )  # nodes for requests with a TPOT SLO
+        # Nodes for requests with a TPOT SLO
+        num_bound = int((solution.lengths * counts)[~is_free].sum())
         num_nodes = num_bound + num_free * np.arange(1, longest + 1)
         seconds = self.costs.shape_s(
             batch.requests, longest - 1, 1, num_nodes + batch.num_prefill_tokens

@@ -37,8 +37,9 @@ class SmartSpecOptions(PolicyOptions):
         0.7,
         ge=0,
         le=1,
-        description="Requests that arrive while more than this share of the last 100 steps drafted nothing are never "
-        "drafted for, which saves the draft's prefill. 1: all requests are drafted for.",
+        description="Requests that arrive while more than this share of the last 100 steps "
+        "drafted nothing are never drafted for, which saves the draft's prefill. 1: all requests "
+        "are drafted for.",
     )
 
 
@@ -52,9 +53,8 @@ class Batch:
     keys: IntArray  # [num_requests] int64, cached tokens
     # [num_requests] int64, maximum useful lengths; a chain of k tokens commits up to k + 1
     useful: IntArray
-    slots_left: (
-        float  # K/V slots without a cached token of a decoding request, whether it runs or not
-    )
+    # K/V slots without a cached token of a decoding request, whether it runs or not
+    slots_left: float
 
     @property
     def num_keys(self) -> int:
@@ -67,14 +67,6 @@ class Batch:
         return replace(
             self, requests=requests, keys=self.keys[indices], useful=self.useful[indices]
         )
-
-
-@dataclass(frozen=True)
-class Chains:
-    """Lengths of chains, and the time of a step with them."""
-
-    lengths: IntArray  # [num_requests] int64, tokens
-    step_s: float = 0.0  # predicted seconds; 0: not known yet
 
 
 Add = Callable[[Any], Any]  # [num_requests, ...] array -> sums over requests
@@ -123,9 +115,8 @@ class SmartSpecPolicy(NamedPolicy):
         self.kv_tokens = math.inf if kv_tokens is None else kv_tokens
         self.prefill_disabling = config.options_of(SmartSpecOptions).prefill_disabling
         self.acceptance = MovingAcceptance()
-        self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = (
-            WeakKeyDictionary()
-        )  # per request
+        # Per request
+        self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = WeakKeyDictionary()
         self.undrafted: WeakSet[Request] = WeakSet()  # requests that are never drafted for
         self._seen: WeakSet[Request] = WeakSet()
         self._was_plain: deque[bool] = deque(maxlen=RECENT)
@@ -140,16 +131,13 @@ class SmartSpecPolicy(NamedPolicy):
             [min(self.config.max_depth, request.num_left - 1) for request in requests]
         )
         slots_left = self.kv_tokens - float(keys.sum())
-        batch = self._running(
-            Batch(requests, begun_s, num_prefill_tokens, keys, useful, slots_left)
-        )
-        chains = self._to_draft(batch)
-        self._batch = batch
-        self._chains = chains
-        pairs = zip(batch.requests, chains.lengths.tolist(), strict=True)
+        batch = Batch(requests, begun_s, num_prefill_tokens, keys, useful, slots_left)
+        self._batch = batch = self._running(batch)
+        self._drafted = drafted = self._to_draft(batch)
+        pairs = zip(batch.requests, drafted.tolist(), strict=True)
         depths = {request: length for request, length in pairs if length}
         return Plan(
-            int(chains.lengths.max()),
+            int(drafted.max()),
             1,
             min_confidence=self.min_confidence,
             drafting=list(depths),
@@ -160,11 +148,10 @@ class SmartSpecPolicy(NamedPolicy):
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
     ) -> Selection:
-        chains = self._to_verify(self._batch, self._chains, candidates, plan)
-        pairs = zip(candidates, chains.lengths.tolist(), strict=True)
+        pairs = zip(candidates, self._to_verify(candidates).tolist(), strict=True)
         self._trees = [tree.up_to(length) for tree, length in pairs]
         expected = [float(chain_tokens(self.acceptance.rate, t.max_depth)) for t in self._trees]
-        return Selection(self._trees, expected, chains.step_s)
+        return Selection(self._trees, expected, self._predicted_s)
 
     def observe(
         self,
@@ -198,8 +185,10 @@ class SmartSpecPolicy(NamedPolicy):
         """Return which requests may be drafted for.  -> [num_requests] bool"""
         return np.array([request not in self.undrafted for request in batch.requests])
 
-    def _to_draft(self, batch: Batch) -> Chains:
-        """Return the chains to draft."""
+    def _to_draft(self, batch: Batch) -> IntArray:
+        """Return the lengths of the chains to draft, and predict the step's seconds if all of them
+        will be verified.  -> [num_requests] int64
+        """
         useful = batch.useful
         length, _ = self._best(batch, useful)
         self._was_plain.append(length == 0 and bool(useful.any()))
@@ -212,13 +201,12 @@ class SmartSpecPolicy(NamedPolicy):
             if self._num_plain and self._num_plain % RETRY == 0:
                 length, _ = self._best(batch, useful, rate=MovingAcceptance.START)
         lengths: IntArray = np.minimum(self._lengths(batch.requests, length, useful > 0), useful)
-        return Chains(lengths, float(self._step_s(batch, lengths[:, None])[0, 0]))
+        self._predicted_s = float(self._step_s(batch, lengths[:, None])[0, 0])
+        return lengths
 
-    def _to_verify(
-        self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan
-    ) -> Chains:
-        """Return the chains to verify, parts of the candidates that were drafted by the plan."""
-        return drafted
+    def _to_verify(self, candidates: Sequence[TokenTree]) -> IntArray:
+        """Return to which lengths the candidates are verified.  -> [num_requests] int64"""
+        return self._drafted
 
     def _lengths(self, requests: Sequence[Request], length: int, is_drafted: BoolArray) -> IntArray:
         """Return the lengths of all chains, given the best common length, useful or not.  ->
@@ -239,7 +227,7 @@ class SmartSpecPolicy(NamedPolicy):
         return share > self.prefill_disabling
 
     def _is_drafting_costly(self) -> bool:
-        """Return whether there is a draft model; without one, no prefill is saved by not drafting."""
+        """Return whether there is a draft model, whose prefill is saved by not drafting."""
         return float(self.costs.draft_s(1, 1, 1)) > 0.0
 
     def _best(
@@ -292,9 +280,8 @@ class SmartSpecPolicy(NamedPolicy):
         """Return the seconds of drafting in such steps: of each level for the requests that draft
         it (equation 5).
         """
-        is_drafted = lengths[..., None] > np.arange(
-            max(int(lengths.max()), 1)
-        )  # [num_requests, options, levels]
+        # [num_requests, options, levels]
+        is_drafted = lengths[..., None] > np.arange(max(int(lengths.max()), 1))
         num_drafting = add(is_drafted)
         num_keys = add(is_drafted * batch.keys[:, None, None])
         first_s, both_s = (

@@ -23,7 +23,7 @@ from hf_slospec.lab.policies.goodput import (
     heads_tokens,
 )
 from hf_slospec.lab.policies.sequoia import StaticTree, trees_within
-from hf_slospec.lab.policies.smartspec import BIAS, Batch, Chains, SmartSpecPolicy
+from hf_slospec.lab.policies.smartspec import BIAS, Batch, SmartSpecPolicy
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.registry import (
     MAX_BUDGET,
@@ -35,7 +35,7 @@ from hf_slospec.policies.registry import (
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
 from hf_slospec.tree.select import best_ratio_nodes
-from hf_slospec.tree.tree import Forest, TokenTree
+from hf_slospec.tree.tree import Forest, IntArray, TokenTree
 
 
 class ConfidenceOptions(PolicyOptions):
@@ -69,18 +69,17 @@ class ConfidencePolicy(SmartSpecPolicy):
         super().__init__(config, costs)
         self.min_confidence = config.options_of(ConfidenceOptions).min_confidence
 
-    def _to_draft(self, batch: Batch) -> Chains:
-        return Chains(batch.useful)
+    def _to_draft(self, batch: Batch) -> IntArray:
+        return batch.useful
 
-    def _to_verify(
-        self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan
-    ) -> Chains:
+    def _to_verify(self, candidates: Sequence[TokenTree]) -> IntArray:
         # Not all drafters stop for single requests, so chains are cut here.
         confident = [confident_length(tree, self.min_confidence) for tree in candidates]
-        proposed = np.minimum(confident, drafted.lengths)
+        proposed: IntArray = np.minimum(confident, self._drafted)
         levels = np.array([[tree.max_depth] for tree in candidates])
-        length, step_s = self._best(batch, proposed, float(self._draft_s(batch, levels)[0, 0]))
-        return Chains(np.minimum(proposed, length), step_s)
+        draft_s = float(self._draft_s(self._batch, levels)[0, 0])
+        length, self._predicted_s = self._best(self._batch, proposed, draft_s)
+        return np.minimum(proposed, length)
 
 
 MAX_WIDTH = 8  # nodes of a layer; bounds the number of shapes
@@ -114,9 +113,10 @@ class HeadsPolicy(NamedPolicy):
         best = int(np.argmax(goodput))
         depth = int(depths[best])
         best_widths = shapes[best].tolist()
+        # By tree depth
         self._expected = [
             float(heads_tokens(rates[:end], best_widths[:end])) for end in range(depth + 1)
-        ]  # by tree depth
+        ]
         self._shape = StaticTree.of_expansion(best_widths[:depth])
         self._step_s = float(seconds[best])
         return Plan(depth, int(widths[best]))
@@ -177,33 +177,33 @@ class TurboSpecPolicy(SmartSpecPolicy):
         super().__init__(config, costs)
         self.off_size = math.inf  # size of the last batch for which not drafting was best
         self._num_skipped = 0
-        self._num_unused = (
-            0  # consecutive steps that verified none of the proposals, pauses included
-        )
+        # Consecutive steps that verified none of the proposals, pauses included
+        self._num_unused = 0
 
-    def _to_draft(self, batch: Batch) -> Chains:
+    def _to_draft(self, batch: Batch) -> IntArray:
         if self._is_drafting_costly():
-            chains = super()._to_draft(batch)
+            lengths = super()._to_draft(batch)
             if self._was_plain[-1]:
                 self.off_size = len(batch.requests)
-            elif chains.lengths.any() and len(batch.requests) >= self.off_size:
+            elif lengths.any() and len(batch.requests) >= self.off_size:
                 self.off_size = math.inf
-            return chains
+            return lengths
         if self._num_unused >= TRIES:
             self._num_unused = (self._num_unused + 1) % (TRIES + PAUSE)
-            return Chains(np.zeros_like(batch.useful))
-        return Chains(np.minimum(PROPOSED, batch.useful))
+            return np.zeros_like(batch.useful)
+        return np.minimum(PROPOSED, batch.useful)
 
-    def _to_verify(
-        self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan
-    ) -> Chains:
+    def _to_verify(self, candidates: Sequence[TokenTree]) -> IntArray:
+        drafted = self._drafted
         if self._is_drafting_costly():
             return drafted
         proposed = np.array([tree.max_depth for tree in candidates])
-        length, step_s = self._best(batch, np.minimum(proposed, drafted.lengths), drafted_s=0.0)
-        if plan.depth:
+        length, self._predicted_s = self._best(
+            self._batch, np.minimum(proposed, drafted), drafted_s=0.0
+        )
+        if drafted.any():
             self._num_unused = 0 if length else self._num_unused + 1
-        return Chains(np.minimum(length, drafted.lengths), step_s)
+        return np.minimum(length, drafted)
 
     def _is_disabled(self, num_requests: int) -> bool:
         if num_requests <= self.off_size:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -14,7 +14,7 @@ from pydantic import Field
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.interfaces import Plan, Selection
-from hf_slospec.policies.adaserve import required_tokens
+from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.registry import (
     NamedPolicy,
@@ -58,18 +58,18 @@ def grown_nodes(
     forest = Forest.of(trees)
     path_probs = forest.path_probs
     is_kept = forest.depths == 0
-    kept = np.empty(0, np.int64)  # best first
+    grown = np.empty(0, np.int64)  # best first
     for depth in range(1, max_depth + 1):
         layer = np.flatnonzero((forest.depths == depth) & is_kept[forest.parents])
         layer = layer[np.argsort(-path_probs[layer], kind="stable")]
         for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
             layer = layer[ranks_by_key(key[layer]) < limit]
-        nodes = np.concatenate((kept, np.sort(layer)))
+        nodes = np.concatenate((grown, np.sort(layer)))
         best = _best(path_probs[nodes], forest.tree_of[nodes], budget - len(trees), max_nodes - 1)
-        kept = nodes[best]
+        grown = nodes[best]
         is_kept[:] = forest.depths == 0
-        is_kept[kept] = True
-    return forest.nodes(kept)
+        is_kept[grown] = True
+    return forest.nodes(grown)
 
 
 def _best(path_probs: FloatArray, tree_of: IntArray, budget: int, max_nodes: int) -> IntArray:
@@ -82,8 +82,8 @@ def _best(path_probs: FloatArray, tree_of: IntArray, budget: int, max_nodes: int
     """
     best = np.argsort(-path_probs, kind="stable")
     best = best[path_probs[best] > 0.0]
-    kept: IntArray = best[ranks_by_key(tree_of[best]) < max_nodes][: max(budget, 0)]
-    return kept
+    limited: IntArray = best[ranks_by_key(tree_of[best]) < max_nodes][: max(budget, 0)]
+    return limited
 
 
 class StopRule:
@@ -128,8 +128,7 @@ def important_nodes(
     budget: int,
     *,
     slack_s: float = 0.0,
-    capped: bool = False,
-    max_slo_nodes: int = 0,
+    max_slo_nodes: int | None = None,
 ) -> list[IntArray]:
     """Select one node at a time for the request with the highest importance score (Algorithm 2).
 
@@ -139,9 +138,9 @@ def important_nodes(
     printed loop would choose.
 
     [FIX] A request without remaining nodes is skipped. Lateness takes the request's progress into
-    account (``required`` as in AdaServe), not as if every step were its first. Uncapped, as
-    printed, a request whose TPOT SLO no tree can meet takes the whole budget, its least probable
-    nodes included.
+    account (``required`` as in AdaServe), not as if every step were its first. Without
+    ``max_slo_nodes``, as printed, a request whose TPOT SLO no tree can meet takes the whole budget,
+    its least probable nodes included.
 
     Args:
         trees: one candidate tree per request.
@@ -150,29 +149,27 @@ def important_nodes(
         tpot_slos_s: seconds per output token; None: no TPOT SLO.
         budget: maximum number of verified nodes, roots included; roots are always verified.
         slack_s: epsilon, seconds by which to be ahead.
-        capped: apply AdaServe's limits: a request requires at most its tree's depth + 1 tokens, and
-            gets at most ``max_slo_nodes`` for being late.
-        max_slo_nodes: n_max of these limits.
+        max_slo_nodes: n_max of AdaServe's limits: a request requires at most its tree's depth + 1
+            tokens, and gets at most this many nodes for being late. None: no limits.
 
     Returns:
         Per request the selected nodes, root first; each set is parent-closed.
     """
     forest = Forest.of(trees)
     ranked = forest.canonical(forest.path_probs)
-    ranked = ranked[
-        np.argsort(forest.tree_of[ranked], kind="stable")
-    ]  # tree after tree, best nodes first
+    # Tree after tree, best nodes first
+    ranked = ranked[np.argsort(forest.tree_of[ranked], kind="stable")]
     tree_of = forest.tree_of[ranked]
     path_probs = forest.path_probs[ranked]
     seconds = np.array([1.0 if tpot_slo_s is None else tpot_slo_s for tpot_slo_s in tpot_slos_s])
     has_slo = np.array([tpot_slo_s is not None for tpot_slo_s in tpot_slos_s])
     needed = np.where(has_slo, np.asarray(required) + slack_s / seconds, 0.0)
     ranks = ranks_by_key(tree_of)
-    if capped:
+    if max_slo_nodes is not None:
         needed = np.minimum(needed, [tree.max_depth + 1.0 for tree in trees])
     missing = needed[tree_of] - _expected_before(path_probs, ranks)
     is_late = missing > 0.0
-    if capped:
+    if max_slo_nodes is not None:
         is_late &= ranks < max_slo_nodes
     scores = np.where(is_late, 1.0 + missing * seconds[tree_of], path_probs)
     best = np.argsort(-scores, kind="stable")[: max(budget - len(trees), 0)]
@@ -186,9 +183,9 @@ def _expected_before(path_probs: FloatArray, ranks: IntArray) -> FloatArray:
         path_probs: [num_nodes] f64, tree after tree.
         ranks: [num_nodes] int64, ranks of the nodes in their trees.
     """
-    before = np.cumsum(path_probs) - path_probs
+    sums = np.cumsum(path_probs) - path_probs
     firsts = np.arange(len(ranks)) - ranks
-    expected: FloatArray = 1.0 + before - before[firsts]
+    expected: FloatArray = 1.0 + sums - sums[firsts]
     return expected
 
 
@@ -223,20 +220,14 @@ class CappedThesisSLOOptions(ThesisSLOOptions):
     )
 
 
-class _ThesisPolicy(NamedPolicy):
-    """Policy that drafts whole beams and prunes them to one token budget."""
-
-    def __init__(self, config: PolicySettings, costs: StepCosts):
-        super().__init__(config, costs)
-        self.budget = config.token_budget or roofline_tokens(costs)
-
-    def _shape(self, requests: Sequence[Request]) -> Plan:
-        if self.budget <= len(requests):  # the roots alone fill the budget
-            return Plan(0, 1)
-        return Plan(max_useful_depth(requests, self.config.max_depth), self.config.max_width)
+def whole_beam(requests: Sequence[Request], config: PolicySettings, budget: int) -> tuple[int, int]:
+    """Return the depth and width of whole beams; no depth where the roots alone fill the budget."""
+    if budget <= len(requests):
+        return 0, 1
+    return max_useful_depth(requests, config.max_depth), config.max_width
 
 
-class ThesisPolicy(_ThesisPolicy):
+class ThesisPolicy(NamedPolicy):
     """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S),
     by Algorithm 1.
 
@@ -250,13 +241,14 @@ class ThesisPolicy(_ThesisPolicy):
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
+        self.budget = config.token_budget or roofline_tokens(costs)
         self.max_tree_nodes = config.options_of(ThesisOptions).max_tree_nodes or self.budget
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
     ) -> Plan:
         rule = StopRule(len(requests), self.budget, self.max_tree_nodes)
-        return replace(self._shape(requests), goes_on=rule.goes_on)
+        return Plan(*whole_beam(requests, self.config, self.budget), goes_on=rule.goes_on)
 
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
@@ -267,11 +259,11 @@ class ThesisPolicy(_ThesisPolicy):
             candidates, self.budget, self.max_tree_nodes, config.max_depth, config.max_width
         )
         return selection_of(
-            [tree.subtree(kept) for tree, kept in zip(candidates, nodes, strict=True)]
+            [tree.subtree(grown) for tree, grown in zip(candidates, nodes, strict=True)]
         )
 
 
-class ThesisSLOPolicy(_ThesisPolicy):
+class ThesisSLOPolicy(AdaServePolicy):
     """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
 
     As one of n requests may get all of the budget N but the others' roots, candidate trees must
@@ -279,42 +271,36 @@ class ThesisSLOPolicy(_ThesisPolicy):
     """
 
     name = "thesis-slo"
-    options = ThesisSLOOptions
-    capped = False
+    options: ClassVar[type[PolicyOptions]] = ThesisSLOOptions
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.slack_s = config.options_of(ThesisSLOOptions).slack
-        self.max_slo_share = config.options_of(
-            CappedThesisSLOOptions
-        ).max_slo_share  # only if capped
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
-    def plan(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> Plan:
-        self._begun_s = begun_s
-        return self._shape(requests)
+    def _shape(self, requests: Sequence[Request]) -> tuple[int, int]:
+        return whole_beam(requests, self.config, self.budget)
 
-    def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
-    ) -> Selection:
-        step_s = sum(self._latencies) / max(len(self._latencies), 1)
-        candidates = without_useless_nodes(requests, candidates)
-        nodes = important_nodes(
+    def _step_s(self, requests: Sequence[Request], plan: Plan) -> float:
+        return sum(self._latencies) / max(len(self._latencies), 1)
+
+    def _nodes(
+        self,
+        requests: Sequence[Request],
+        candidates: Sequence[TokenTree],
+        required: Sequence[float],
+    ) -> list[IntArray]:
+        return important_nodes(
             candidates,
-            [
-                required_tokens(*request.decoded(self._begun_s), step_s, request.pace_s)
-                for request in requests
-            ],
+            required,
             [request.pace_s for request in requests],
             min(self.budget, len(requests) + self.max_nodes(self.config)),
             slack_s=self.slack_s,
-            capped=self.capped,
-            max_slo_nodes=int(self.max_slo_share * self.budget / len(requests)),
+            max_slo_nodes=self._max_slo_nodes(len(requests)),
         )
-        trees = [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)]
-        return selection_of(trees, step_s)
+
+    def _max_slo_nodes(self, num_requests: int) -> int | None:
+        return None
 
     def observe(
         self,
@@ -333,4 +319,7 @@ class CappedThesisSLOPolicy(ThesisSLOPolicy):
 
     name = "thesis-slo-capped"
     options = CappedThesisSLOOptions
-    capped = True
+
+    def _max_slo_nodes(self, num_requests: int) -> int | None:
+        share = self.config.options_of(CappedThesisSLOOptions).max_slo_share
+        return int(share * self.budget / num_requests)

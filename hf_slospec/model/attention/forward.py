@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,6 +24,8 @@ from hf_slospec.model.batch import (
 )
 from hf_slospec.model.kv_cache import KVPool
 
+Cached = tuple[AttentionLayer, torch.Tensor, torch.Tensor]  # a layer with its keys and values
+
 
 class PackedForward(AttentionHook):
     """Hook that stages K and V of the batch in the pool, and attends to all that its tokens see."""
@@ -41,11 +43,10 @@ class PackedForward(AttentionHook):
         self.backend = backend
         self._layers = {layer.layer_idx: (pool_idx, layer) for pool_idx, layer in enumerate(layers)}
         self.positions = Positions(position_ids)
-        # (id(K), id(V)) -> both and layer_idx; layers may share K and V. They are not kept alive:
-        # prompts are long.
-        self._cached: dict[tuple[int, int], tuple[ref[torch.Tensor], ref[torch.Tensor], int]] = {}
+        # By the ids of K and V; layers may share them. They are not kept alive: prompts are long.
+        self._cached: dict[tuple[int, int], tuple[ref[Any], ref[Any], Cached]] = {}
         self._unattended = set[int]()  # layers that have cached K and V and not attended yet
-        self._latent: int | None = None  # layer_idx of a latent layer between update and attend
+        self._latent: AttentionLayer | None = None  # a latent layer between update and attend
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -58,26 +59,24 @@ class PackedForward(AttentionHook):
             )
         pool_idx, layer = self._layers[layer_idx]
         self._unattended.add(layer_idx)
-        keys = self.pool.keys[pool_idx]
-        values = self.pool.values[pool_idx]
+        keys, values = self.pool.layers[pool_idx][:2]
         slots = self.batch.plan(plan_own, keys.device).slots
         keys.index_copy_(0, slots, key[0].transpose(0, 1))
         values.index_copy_(0, slots, value[0].transpose(0, 1))
         if layer.is_latent:  # the layer expands the returned tensors, so it needs all visible slots
-            self._latent = layer_idx
+            self._latent = layer
             visible = self.batch.plan(plan_visible, keys.device).slots
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
-        self._cached[id(key), id(value)] = ref(key), ref(value), layer_idx
+        self._cached[id(key), id(value)] = ref(key), ref(value), (layer, keys, values)
         return key, value
 
-    def layer_of(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
-        """Return the index of the layer that cached these K and V; None if none did."""
-        cached = self._cached.get((id(key), id(value)))
-        if (
-            cached is None or cached[0]() is not key or cached[1]() is not value
-        ):  # ids are used again
-            return None
-        return cached[2]
+    def cached(self, key: torch.Tensor, value: torch.Tensor) -> Cached | None:
+        """Return the layer that cached these K and V, and its storage; None if none did."""
+        entry = self._cached.get((id(key), id(value)))
+        if entry is None or entry[0]() is not key or entry[1]() is not value:
+            return None  # ids are used again
+        self._unattended.discard(entry[2][0].layer_idx)
+        return entry[2]
 
     def attend(
         self,
@@ -88,20 +87,19 @@ class PackedForward(AttentionHook):
         *_: Any,
     ) -> torch.Tensor:
         """Return attention of the layer that cached these K and V; the batch has the mask."""
-        layer_idx = self.layer_of(key, value)
+        cached = self.cached(key, value)
         batch = self.batch
-        if layer_idx is not None:
-            pool_idx = self._layers[layer_idx][0]
-            keys = self.pool.keys[pool_idx]
-            values = self.pool.values[pool_idx]
+        if cached is not None:
+            layer, keys, values = cached
         elif self._latent is not None:
-            layer_idx, self._latent, batch = self._latent, None, OverVisible(self.batch)
+            layer = self._latent
+            batch = OverVisible(self.batch)
             keys = key[0].transpose(0, 1)
             values = value[0].transpose(0, 1)
+            self._unattended.discard(layer.layer_idx)
+            self._latent = None
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")
-        self._unattended.discard(layer_idx)
-        layer = self._layers[layer_idx][1]
         backend = self.backend
         if rules.bias is not None and backend is not isolated_attention:
             backend = sdpa_attention  # the others take no bias
@@ -117,15 +115,9 @@ class PackedForward(AttentionHook):
             )
 
 
-class Path(NamedTuple):
-    """Staged tokens from the first one to a leaf, and tokens of the batch that see the first ones
-    of them.
-    """
-
-    slots: torch.Tensor  # [length] int64, behind the committed tokens
-    tokens: list[
-        tuple[int, int]
-    ]  # (index in the span, number of staged tokens that it sees, itself the last)
+# Slots of staged tokens from the first one to a leaf, [length] int64 behind the committed tokens; and
+# of tokens of the batch among them, index in the span and number of staged tokens that they see.
+Path = tuple[torch.Tensor, list[tuple[int, int]]]
 
 
 class AloneForward(PackedForward):
@@ -149,29 +141,21 @@ class AloneForward(PackedForward):
         plain: PlainAttention,
     ) -> torch.Tensor:
         """Return attention of one token after the other, by the model's implementation."""
-        layer_idx = self.layer_of(key, value)
-        assert layer_idx is not None, "an attention layer attends to keys that were not cached"
-        self._unattended.discard(layer_idx)
-        pool_idx, layer = self._layers[layer_idx]
-        keys = self.pool.keys[pool_idx]
-        values = self.pool.values[pool_idx]
+        cached = self.cached(key, value)
+        assert cached is not None, "an attention layer attends to keys that were not cached"
+        layer, keys, values = cached
         attended: list[Any] = [None] * query.shape[2]
         for span, paths in zip(self.batch.spans, self._paths, strict=True):
             length = span.sequence.length
-            longest = max(len(path.slots) for path in paths)
-            committed = slice(span.sequence.start, span.sequence.start + length)
-            path_keys, path_values = (
-                stored.new_empty(1, stored.shape[1], length + longest, stored.shape[2])
-                for stored in (keys, values)
-            )
-            path_keys[0, :, :length] = keys[committed].transpose(0, 1)
-            path_values[0, :, :length] = values[committed].transpose(0, 1)
-            for path in paths:
-                slots = path.slots + committed.stop
-                end = length + len(path.slots)
-                path_keys[0, :, length:end] = keys[slots].transpose(0, 1)
-                path_values[0, :, length:end] = values[slots].transpose(0, 1)
-                for index, num_staged in path.tokens:
+            first = span.sequence.start
+            committed = torch.arange(first, first + length, device=keys.device)
+            for staged, tokens in paths:
+                slots = torch.cat((committed, staged + first + length))
+                # In the layout that stock's cache has.
+                path_keys, path_values = (
+                    stored[slots].transpose(0, 1).contiguous()[None] for stored in (keys, values)
+                )
+                for index, num_staged in tokens:
                     row = span.begin + index
                     end = length + num_staged
                     seen = slice(0 if layer.window is None else max(end - layer.window, 0), end)
@@ -188,20 +172,18 @@ def _paths(span: Span) -> list[Path]:
     """
     mask = span.staged_mask
     offset = span.num_staged - span.num_tokens
-    seen = [row.nonzero()[:, 0] for row in mask]
+    visible = [row.nonzero()[:, 0] for row in mask]
     paths = []
     is_done = set[int]()
     for leaf in (mask[:, offset:].sum(0) == 1).nonzero()[:, 0].tolist():
-        places = [
+        tokens = [
             (token - offset, place + 1)
-            for place, token in enumerate(seen[leaf].tolist())
+            for place, token in enumerate(visible[leaf].tolist())
             if token >= offset
         ]
-        assert all(len(seen[index]) == num_staged for index, num_staged in places), (
+        assert all(len(visible[index]) == num_staged for index, num_staged in tokens), (
             "staged tokens do not form a tree"
         )
-        paths.append(
-            Path(seen[leaf], [(index, length) for index, length in places if index not in is_done])
-        )
-        is_done |= {index for index, _ in places}
+        paths.append((visible[leaf], [place for place in tokens if place[0] not in is_done]))
+        is_done |= {index for index, _ in tokens}
     return paths

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_slospec.model.batch import AttentionRules
 from hf_slospec.model.overrides import Attribute, ReplacedAttributes
+from hf_slospec.model.properties import cache_option, given_position_ids
 
 # A layer's attention without a mask, as the model was loaded with: (query, key, value), each
 # [1, heads, tokens, dim] -> [1, num_queries, num_heads, value_dim]
@@ -123,6 +124,25 @@ def active_hook(model: nn.Module, hook: AttentionHook) -> Iterator[None]:
     finally:
         _active.reset(token)
         _replaced.restore(attributes)
+
+
+def run_model(
+    model: Any,
+    hook: AttentionHook,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **inputs: Any,
+) -> Any:
+    """Run the model for a packed batch, with the hook as its cache and attention, and return its
+    output.
+
+    With ``attention_mask=None``, the hook keeps models from building masks that it does not read."""
+    options = dict(inputs, use_cache=True, return_dict=True)
+    options |= given_position_ids(model, position_ids) | cache_option(hook, model)
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
+    with active_hook(model, hook):
+        return model(**hook.arguments(model, options))
 
 
 def forget_attributes(model: nn.Module) -> None:
@@ -295,31 +315,27 @@ def _has_bias(module: nn.Module) -> bool:
 
 @functools.cache
 def _positioned(kind: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-    change = _set_position_ids if issubclass(kind, nn.Embedding) else _take_biases
+    is_table = issubclass(kind, nn.Embedding)
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         hook = _active.get()
         if hook is not None and hook.positions is not None:
-            change(hook.positions, options)
+            of_tokens, of_keys = hook.positions
+            # Some tables add the batch dimension themselves, so positions that the caller did not
+            # pass have none; embeddings of either shape can be added to those of the tokens.
+            if is_table:
+                if options.get("position_ids") is not of_tokens:
+                    options["position_ids"] = of_tokens[0]
+            elif of_keys is not None:
+                for name in KEY_BIASES:
+                    bias = options.get(name)
+                    # A bias of [..., 1, num_keys] is the same for all queries.
+                    if bias is not None and bias.shape[-2] == 1:
+                        options[name] = bias_by_position(bias, of_keys)
         return plain(self, *arguments, **options)
 
     return forward
-
-
-def _set_position_ids(positions: Positions, options: dict[str, Any]) -> None:
-    # Some tables add the batch dimension themselves, so positions that the caller did not pass have
-    # none; embeddings of either shape can be added to those of the tokens.
-    if options.get("position_ids") is not positions.of_tokens:
-        options["position_ids"] = positions.of_tokens[0]
-
-
-def _take_biases(positions: Positions, options: dict[str, Any]) -> None:
-    for name in KEY_BIASES:
-        bias = options.get(name)
-        # A bias of [..., 1, num_keys] is the same for all queries.
-        if positions.of_keys is not None and bias is not None and bias.shape[-2] == 1:
-            options[name] = bias_by_position(bias, positions.of_keys)
 
 
 def bias_by_position(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

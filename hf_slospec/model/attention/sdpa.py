@@ -213,7 +213,7 @@ class SequencePlan(Plan):
         """
         assert seen is None, "a plan that depends on sequence lengths is not captured"
         return replace(
-            self, sequences=[replace(own, mask=self._mask(own)) for own in self.sequences]
+            self, sequences=[replace(keys, mask=self._mask(keys)) for keys in self.sequences]
         )
 
     def _mask(self, sequence: SequenceKeys) -> torch.Tensor | None:

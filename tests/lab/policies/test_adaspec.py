@@ -74,14 +74,6 @@ def test_drafting_ends_where_the_printed_loop_does(seed, num_requests, token_s):
     assert policy.confidence == pytest.approx((START + sum(seen)) / (1 + len(seen)))
 
 
-def test_a_confident_draft_is_followed_to_the_end_and_an_unsure_one_is_not():
-    sure = AdaSpecPolicy(EIGHT, costs(0.02))
-    unsure = AdaSpecPolicy(EIGHT, costs(0.02))
-    assert drafted(plan_of(sure, requests_of(1)), [[0.99]] * 8) == 8
-    assert drafted(plan_of(unsure, requests_of(1)), [[0.01]] * 8) == 1
-    assert plan_of(AdaSpecPolicy(EIGHT, costs(0.02)), requests_of(256)).depth == 0
-
-
 def test_no_step_is_planned_to_take_longer_than_the_tightest_slo():
     policy = AdaSpecPolicy(EIGHT, costs(0.02))
     [free] = requests_of(1)

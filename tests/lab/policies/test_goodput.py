@@ -88,29 +88,6 @@ def test_the_best_batch_equals_the_printed_loops(seed, num_requests, max_length,
     assert best_batch(tokens, seconds, has_slots, bias) == best
 
 
-@given(
-    acceptance=st.floats(0.0, 0.99),
-    node_s=st.floats(0.0, 1.0),
-    level_s=st.floats(0.0, 0.5),
-    bias=st.floats(1.0, 1.3),
-)
-def test_the_best_length_is_the_best_and_falls_with_the_price(acceptance, node_s, level_s, bias):
-    def length_at(factor):
-        def seconds(lengths):
-            return 1.0 + factor * (node_s + level_s) * lengths
-
-        best = best_length(lambda lengths: chain_tokens(acceptance, lengths), seconds, 8, bias)
-        lengths = np.arange(9)
-        goodput = (
-            chain_tokens(acceptance, lengths) / seconds(lengths) * np.where(lengths == 0, bias, 1.0)
-        )
-        assert goodput[best] == goodput.max()
-        return best
-
-    found = [length_at(factor) for factor in (0.1, 1.0, 3.0)]
-    assert found == sorted(found, reverse=True)
-
-
 def test_the_moving_average_counts_what_was_tried():
     acceptance = MovingAcceptance()
     rng = np.random.default_rng(0)

@@ -16,8 +16,6 @@ from tests.support.toys.trees import (
     SEEDS,
     TIED,
     UNEVEN,
-    chain,
-    fan,
     grow,
     is_parent_closed,
     random_tree,
@@ -120,17 +118,6 @@ def test_a_narrow_layer_may_drop_what_its_children_would_have_paid_for():
     assert total([tree], [narrow]) == pytest.approx(1.55) and better == pytest.approx(1.8)
 
 
-def test_ties_push_nothing_out():
-    trees = [chain(1.0, 1.0, 1.0), fan(1.0, 1.0, 1.0)]
-    assert [len(nodes) for nodes in grown_nodes(trees, 99, 2, 9, 9)] == [2, 2]
-    assert sum(len(nodes) for nodes in grown_nodes(trees, 4, 9, 9, 9)) == 4
-
-
-def test_better_nodes_of_one_request_push_out_those_of_another():
-    trees = [fan(0.2, 0.1), chain(0.9, 0.9, 0.9)]
-    assert [nodes.tolist() for nodes in grown_nodes(trees, 5, 9, 9, 9)] == [[0], [0, 1, 2, 3]]
-
-
 def printed_loop(trees, required, tpot_slos_s, budget, slack_s, max_slo_nodes):
     """Algorithm 2, one node at a time; ``max_slo_nodes`` None: without AdaServe's limits."""
     chosen = [[ROOT] for _ in trees]
@@ -183,32 +170,12 @@ def test_importance_equals_the_plain_loop(
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     required = (rng.integers(-4, 30, len(trees)) / 4).tolist()
     tpot_slos_s = [[None, 0.25, 0.5, 2.0][i] for i in rng.integers(0, 4, len(trees))]
-    limits = (
-        dict(capped=False)
-        if max_slo_nodes is None
-        else dict(capped=True, max_slo_nodes=max_slo_nodes)
+    chosen = important_nodes(
+        trees, required, tpot_slos_s, budget, slack_s=slack_s, max_slo_nodes=max_slo_nodes
     )
-    chosen = important_nodes(trees, required, tpot_slos_s, budget, slack_s=slack_s, **limits)
     assert [nodes.tolist() for nodes in chosen] == printed_loop(
         trees, required, tpot_slos_s, budget, slack_s, max_slo_nodes
     )
     assert all(is_parent_closed(tree, nodes) for tree, nodes in zip(trees, chosen, strict=True))
     num_reachable = len(Forest.of(trees).canonical(Forest.of(trees).path_probs))
     assert sum(map(len, chosen)) == len(trees) + min(max(budget - len(trees), 0), num_reachable)
-
-
-def test_an_unattainable_request_takes_the_whole_budget_unless_capped():
-    hopeless = fan(*[0.05] * 8)
-    good = chain(0.9, 0.9, 0.9)
-    arguments = [hopeless, good], [50.0, 2.5], [1.0, 1.0], 7
-    assert [len(nodes) for nodes in important_nodes(*arguments)] == [6, 1]
-    assert [len(nodes) for nodes in important_nodes(*arguments, capped=True, max_slo_nodes=2)] == [
-        3,
-        4,
-    ]
-
-
-def test_without_targets_the_best_nodes_are_taken():
-    trees = [chain(0.9, 0.9), fan(0.5, 0.95)]
-    chosen = important_nodes(trees, [0.0, 9.0], [None, None], 5)
-    assert [nodes.tolist() for nodes in chosen] == [[0, 1, 2], [0, 2]]

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hf_slospec
 from hf_slospec import SLOSpecConfig
 from hf_slospec.lab.policies.optimal import OptimalPolicy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from tests.support.policy_costs import costs, late, plan_of, requests_of, selected, sizes
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, chain, random_tree
 
 
@@ -54,19 +50,3 @@ def test_no_selection_of_adaserve_expects_more(seed, budget, pace_s):
     required = min(2.0 / pace_s - 1.0, trees[0].path_probs.sum())
     if adaserve.expected[0] >= required - 1e-9:
         assert sum(optimal.expected) >= sum(adaserve.expected) - 1e-9
-
-
-@pytest.mark.parametrize("slo", [None, 1e-4])
-def test_generate_runs_it_with_equal_tokens(slo):
-    model = tiny_model("llama")
-    draft = tiny_model("llama", noise=0.03)
-    arguments = ragged_prompts(2) | {"max_new_tokens": 12}
-    expected = model.generate(**arguments)
-    config = SLOSpecConfig(policy="optimal", token_budget=16)
-    hf_slospec.enable(model, draft, config=config, always=True)
-    try:
-        output = model.generate(**arguments, slo_tpot=slo, return_dict_in_generate=True)
-    finally:
-        hf_slospec.disable(model)
-    assert torch.equal(output.sequences, expected)
-    assert any(step.depth for step in output.steps)

@@ -37,7 +37,7 @@ def test_slos_serve_speculates_as_long_as_each_tier_needs():
     assert lengths(SLOsServePolicy(EIGHT, step), [easy, easy]) == [0, 0]
 
 
-def test_slos_serve_speculates_longer_for_those_behind():
+def test_slos_serve_speculates_longer_for_late_requests():
     config = SLOSpecConfig(
         max_depth=8, token_budget=8
     )  # with room for more prompt, chains could pay for that alone
@@ -48,7 +48,7 @@ def test_slos_serve_speculates_longer_for_those_behind():
     assert ahead == 0 < behind <= far_behind
 
 
-def test_slos_serve_gives_what_is_left_to_those_without_target():
+def test_slos_serve_gives_the_rest_of_a_step_to_requests_without_slo():
     policy = SLOsServePolicy(EIGHT, costs(0.001, 0.02))
     tight, free = (
         Request(0, RequestParams([1, 2], 50, (Stage(0.6),))),
@@ -65,7 +65,7 @@ def test_slos_serve_gives_what_is_left_to_those_without_target():
     assert lengths(policy, nobody) == [length_by_goodput(policy, nobody)] * 2
 
 
-def test_slos_serve_decodes_what_cannot_be_kept_by_goodput():
+def test_slos_serve_decodes_by_goodput_where_no_slo_can_be_met():
     policy = SLOsServePolicy(EIGHT, costs(0.02))
     hopeless = Request(0, RequestParams([1, 2], 50, (Stage(1e-6),)))
     assert lengths(policy, [hopeless]) == [length_by_goodput(policy, [hopeless])]

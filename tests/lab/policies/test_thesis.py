@@ -41,21 +41,6 @@ def test_thesis_drafts_on_for_trees_whose_last_level_is_among_the_best():
     assert levels_of(plan, first, second, third) == [[True, True], [False, True], [False, False]]
 
 
-def test_thesis_drafts_no_further_for_a_tree_that_is_full():
-    policy = ThesisPolicy(
-        SLOSpecConfig(policy="thesis", token_budget=64, max_tree_nodes=3), costs(0.02)
-    )
-    levels = [[0.9, 0.8], [0.5, 0.4]], [[0.7, 0.6], [0.45, 0.1]]
-    assert levels_of(plan_of(policy, requests_of(2)), *levels) == [[True, True], [False, True]]
-
-
-def test_thesis_ignores_levels_of_finished_trees():
-    plan = plan_of(
-        ThesisPolicy(SLOSpecConfig(token_budget=3), costs(0.02)), requests_of(2)
-    )  # one node and two roots
-    assert levels_of(plan, [[0.3], [0.5]], [[0.2], [0.4]]) == [[False, True], [False, False]]
-
-
 def test_thesis_slo_spends_no_more_than_one_tree_can_take():
     """S >= N - n + 1: with trees of 1 + 3 nodes and two requests, N is at most 5."""
     policy = ThesisSLOPolicy(SLOSpecConfig(token_budget=64, max_depth=3, max_width=1), costs(0.02))
@@ -71,7 +56,7 @@ def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(kind)
     relaxed = [late(i, 9.0) for i in range(2)]
     hopeless = [late(0, 1e-3), late(1, 9.0)]
     assert sizes(policy, relaxed, trees) == [4, 4]
-    assert sizes(policy, hopeless, trees) == ([4, 4] if kind.capped else [7, 1])
+    assert sizes(policy, hopeless, trees) == ([4, 4] if kind is CappedThesisSLOPolicy else [7, 1])
 
 
 def test_thesis_slo_predicts_a_step_by_the_last_twenty():

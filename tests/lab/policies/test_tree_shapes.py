@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.lab.policies.sequoia import SPECINFER, Sequoia, StaticTree
-from hf_slospec.tree.tree import ROOT, Forest, TokenTree
+from hf_slospec.tree.tree import ROOT, Forest
 from tests.support.toys.trees import SEEDS, UNEVEN, path_to, random_tree
 
 Shape = tuple["Shape", ...]  # a tree as those of its children, by rank
@@ -119,25 +119,6 @@ def test_expected_tokens_rise_with_nodes_and_levels():
     )
 
 
-def test_expected_tokens_match_monte_carlo():
-    rates = np.array([0.5, 0.25, 0.1])
-    rng = np.random.default_rng(0)
-    draws = 10_000
-    tree = Sequoia(rates, 12, 5).tree(12, 5)
-    child = {(p, r): v for v, (p, r) in enumerate(zip(tree.parents, tree.ranks, strict=True)) if v}
-    edges = np.cumsum(rates)
-    drawn = []
-    for _ in range(draws):
-        node = ROOT
-        committed = 0
-        while node is not None:
-            committed += 1
-            node = child.get((node, int(np.searchsorted(edges, rng.random(), side="right"))))
-        drawn.append(committed)
-    error = 4.0 * np.std(drawn) / len(drawn) ** 0.5
-    assert expected_tokens(tree, rates) == pytest.approx(np.mean(drawn), abs=error)
-
-
 @pytest.mark.parametrize(
     ("node_s", "level_s"), [(0.0, 0.0), (0.02, 0.05), (0.1, 0.0), (0.0, 0.5), (3.0, 3.0)]
 )
@@ -152,10 +133,3 @@ def test_the_chosen_size_has_the_best_ratio(node_s, level_s):
     assert ratios[nodes, levels] == max(ratios.values())
     if node_s == 3.0:
         assert (nodes, levels) == (1, 1)  # speculation is not worth it
-
-
-def test_a_shape_larger_than_the_candidates_takes_what_is_there():
-    trees = [TokenTree.root_only(3), TokenTree.chain(1, [2, 2], 0.5)]
-    forest = Forest.of(trees)
-    assert SPECINFER.within(forest).all()
-    assert SPECINFER.within(Forest.of(trees[:1])).all()

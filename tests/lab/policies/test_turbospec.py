@@ -15,7 +15,7 @@ from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, re
 from tests.support.toys.trees import chain
 
 
-def test_requests_that_come_to_too_large_a_batch_are_not_drafted_for():
+def test_requests_that_arrive_in_too_large_a_batch_are_not_drafted_for():
     """With a draft model: only those that come, only to larger batches, and not for ever."""
     policy = TurboSpecPolicy(EIGHT, costs(0.02))
     first = requests_of(256)
@@ -49,7 +49,7 @@ def test_a_step_that_drafts_lifts_the_limit_of_smaller_batches():
     assert not policy.undrafted and third not in policy.undrafted
 
 
-def test_free_proposals_are_verified_as_far_as_goodput_says_for_those_who_have_one():
+def test_free_proposals_are_verified_as_far_as_goodput_says():
     policy = TurboSpecPolicy(SLOSpecConfig(max_depth=12), costs(0.05, level_s=0.0))
     requests = requests_of(4)
     step, plan = begun(policy, requests)

@@ -110,7 +110,6 @@ def test_a_second_signal_ends_at_once(second):
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-c", ENDLESS, str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
     try:
         wait_until(lambda: is_listening(port))
         with connected(url) as connection:

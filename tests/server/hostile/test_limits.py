@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.server.hostile.clients import CHAT, HARD_SCHEMA, SMALL, metrics_of, with_schema
 
 IDS = [5, 6, 7]
-DEEP: dict[str, Any] = {
+DEEP = {
     "type": "object",
     "properties": {f"p{i}": {"type": "string"} for i in range(4000)},
 }
@@ -19,7 +17,7 @@ CHATS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 FORCED = CHAT | {"tool_choice": {"type": "any"}}
-TOO_MUCH: list[tuple[str, str, dict[str, Any], str]] = [
+TOO_MUCH = [
     ("stop_strings", COMPLETION, SMALL | {"stop": [f"{i:040d}" for i in range(200)]}, "stop"),
     ("stop_chars", COMPLETION, SMALL | {"stop": "x" * 10_000}, "stop"),
     ("stop_token_ids", COMPLETION, SMALL | {"stop_token_ids": list(range(1000))}, "stop_token_ids"),

@@ -52,8 +52,7 @@ def said(url, **request):
     """Return the message of a request that is refused."""
     status, body = answer(url, **request)
     assert status in (403, 415), body
-    message: str = body["error"]["message"]
-    return message
+    return body["error"]["message"]
 
 
 @pytest.mark.parametrize(

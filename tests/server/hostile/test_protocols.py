@@ -1,20 +1,17 @@
-"""Requests of HTTP/1.0, requests to upgrade and compressed bodies, on both parsers of HTTP."""
+"""Requests of HTTP/1.0, requests to upgrade and compressed bodies."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import re
 import socket
-import sys
 import zlib
-from typing import Any
 
 import httpx
 import pytest
 
-from hf_slospec.server import connections
+from hf_slospec.server.connections import ImpatientProtocol
 from hf_slospec.server.limits import RequestLimits
 from tests.server.conftest import serving
 from tests.server.hostile.clients import SMALL, WAIT_S, connected, metrics_of
@@ -35,29 +32,10 @@ UPGRADES = [
 MAX_BYTES = 2**14
 
 
-def protocol(parser, monkeypatch):
-    """The server's protocol on a parser; httptools is the one that it prefers."""
-    if parser == "httptools":
-        pytest.importorskip("httptools", reason="the parser is not installed")
-        return connections.ImpatientProtocol
-    with monkeypatch.context() as patch:
-        patch.setitem(
-            sys.modules, "hf_slospec.server.httptools_protocol", None
-        )  # as if it were not installed
-        spec = importlib.util.spec_from_file_location("connections_on_h11", connections.__file__)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    kind: type[Any] = module.ImpatientProtocol
-    assert "h11" in kind.__mro__[1].__module__
-    return kind
-
-
-@pytest.fixture(scope="module", params=["httptools", "h11"])
-def url(request, generator):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        kind = protocol(request.param, monkeypatch)
-    with serving(generator, kind, bounds=RequestLimits(body_bytes=MAX_BYTES)) as served:
+@pytest.fixture(scope="module")
+def url(generator):
+    bounds = RequestLimits(body_bytes=MAX_BYTES)
+    with serving(generator, ImpatientProtocol, bounds=bounds) as served:
         yield served.url
 
 
@@ -80,7 +58,7 @@ def received(connection):
         data += part
     head, _, content = data.partition(b"\r\n\r\n")
     found = re.search(rb"(?i)content-length: (\d+)", head)
-    assert found is not None and head.startswith(b"HTTP/1.1 "), head
+    assert head.startswith(b"HTTP/1.1 "), head
     while len(content) < int(found[1]):
         part = connection.recv(4096)
         assert part

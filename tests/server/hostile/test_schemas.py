@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +22,7 @@ from tests.server.hostile.clients import (
     with_schema,
 )
 
-FINE: dict[str, Any] = {
+FINE = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
     "required": ["ok"],
@@ -70,7 +69,7 @@ def test_a_fine_schema_is_tried_once(monkeypatch):
 
 
 CHAIN = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(2000)}  # less than 64 KiB
-WRONG: list[tuple[dict[str, Any], str]] = [
+WRONG = [
     ({"type": "nonsense"}, "the schema cannot be followed: [A-Za-z]"),
     ({"type": "string", "pattern": "("}, "the schema cannot be followed: [A-Za-z]"),
     ({"type": "array", "uniqueItems": True}, "the schema cannot be followed: .*uniqueItems"),
@@ -108,7 +107,7 @@ def test_the_process_ends_with_its_client_and_the_next_one_has_its_turn():
 
 
 def test_a_process_whose_wait_has_not_begun_is_reaped_all_the_same(monkeypatch):
-    made = list[subprocess.Popen[bytes]]()
+    made = []
 
     class Recorded(subprocess.Popen[bytes]):
         def __init__(self, *given, **named):
@@ -130,11 +129,11 @@ def test_a_process_whose_wait_has_not_begun_is_reaped_all_the_same(monkeypatch):
     monkeypatch.setattr(schemas.subprocess, "Popen", Recorded)
     run(story())  # which waits for the threads
     (process,) = made
-    assert process.returncode and process.stdin is not None and process.stdin.closed
+    assert process.returncode and process.stdin.closed
 
 
 def test_choices_share_one_compiled_schema(served, monkeypatch):
-    compiled = list[Any]()
+    compiled = []
     compile_own = Grammars._compiled
 
     def counted(grammars, schema):

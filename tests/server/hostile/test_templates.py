@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_slospec import InvalidInputError, load_tiny_pair
-from hf_slospec.server.bodies import Message
 from hf_slospec.server.chat_templates import ChatTemplates
+from hf_slospec.server.chats import ChatBody
 from hf_slospec.server.limits import RequestLimits
-from hf_slospec.server.orders import chat_prompt
 
 END = "<|endoftext|>"
 TEMPLATE = (
@@ -37,15 +36,15 @@ def engine_with(template):
 
 
 ENGINE = engine_with(TEMPLATE)
-END_ID: int = ENGINE.tokenizer.convert_tokens_to_ids(END)
+END_ID = ENGINE.tokenizer.convert_tokens_to_ids(END)
 
 
 def tokens(treatment, *messages, engine=ENGINE, **options):
     own = [
-        Message(role="user", content=each) if isinstance(each, str) else Message(**each)
-        for each in messages
+        {"role": "user", "content": each} if isinstance(each, str) else each for each in messages
     ]
-    return chat_prompt(own, engine, RequestLimits(), ChatTemplates(treatment), **options).tokens
+    body = ChatBody(messages=own, **options)
+    return ChatTemplates(engine, RequestLimits(), treatment).prompt(body).tokens
 
 
 def test_special_tokens_in_texts_are_control_tokens_where_that_is_allowed():
@@ -135,7 +134,7 @@ def test_tools_and_calls_that_the_template_drops_are_refused():
 
 
 def test_variables_that_the_template_does_not_have_are_refused():
-    assert tokens("allow", "x", template_kwargs={"thinks": True}) != tokens("allow", "x")
+    assert tokens("allow", "x", chat_template_kwargs={"thinks": True}) != tokens("allow", "x")
     for name in ("enable_thinking", "chat_template", "sanitize_control_tokens", "tools"):
         with pytest.raises(InvalidInputError, match=rf"{name} cannot be given.*: thinks"):
-            tokens("allow", "x", template_kwargs={name: True})
+            tokens("allow", "x", chat_template_kwargs={name: True})

@@ -4,8 +4,6 @@ allows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hf_slospec import (
@@ -23,12 +21,10 @@ ONE = "key-of-one"
 OTHER = "key-of-another"
 KEYS = {ONE: SLOLimits(), OTHER: SLOLimits(lowest_priority=0, strictest_tpot=1.0)}
 TOKENIZER = load_tiny_pair()[2]
-KNOWN: list[int] = TOKENIZER(f"{tiny_prompts()[0][:200]}\npassword = '")[
-    "input_ids"
-]  # what an attacker knows
-DIGITS: list[int] = [TOKENIZER(digit)["input_ids"][0] for digit in "0123456789"]
+KNOWN = TOKENIZER(f"{tiny_prompts()[0][:200]}\npassword = '")["input_ids"]  # what an attacker knows
+DIGITS = [TOKENIZER(digit)["input_ids"][0] for digit in "0123456789"]
 SECRET = [DIGITS[digit] for digit in quick_or((4, 0, 7), (4, 0, 7, 1, 9, 3))]
-END: list[int] = TOKENIZER("'\n")["input_ids"]
+END = TOKENIZER("'\n")["input_ids"]
 PROMPT = (
     KNOWN + SECRET + KNOWN
 )  # its end is long, so that its K/V is copied for probes, and none takes it over
@@ -49,13 +45,11 @@ class Clients:
     def usage(self, key, prompt, **fields):
         answer = self.complete(key, prompt, **fields)
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()["usage"]
-        return found
+        return answer.json()["usage"]
 
     def cached(self, key, prompt, **fields):
         """Return how many tokens of a prompt were found."""
-        number: int = self.usage(key, prompt, **fields)["prompt_tokens_details"]["cached_tokens"]
-        return number
+        return self.usage(key, prompt, **fields)["prompt_tokens_details"]["cached_tokens"]
 
 
 def clients_of(generator, **settings):
@@ -74,7 +68,7 @@ def probed(clients, key, **fields):
     """Return digits behind the known tokens: at each place the one with which the most of a prompt
     is found.
     """
-    digits: list[int] = []
+    digits = []
     for _ in SECRET:
         found = {
             digit: clients.cached(key, KNOWN + digits + [digit] + END, **fields) for digit in DIGITS
@@ -127,8 +121,7 @@ def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator):
 
         def accepted(clients, key):
             details = clients.usage(key, KNOWN, **fields)["completion_tokens_details"]
-            number: int = details["accepted_prediction_tokens"]
-            return number
+            return details["accepted_prediction_tokens"]
 
         for clients in clients_of(own, api_keys=KEYS):
             alone = accepted(clients, ONE)

@@ -30,7 +30,7 @@ class Gate:
 
     def __init__(self):
         self.is_open = threading.Event()
-        self.begun = list[str]()
+        self.begun = []
 
     def __call__(self, name):
         self.begun.append(name)
@@ -70,7 +70,7 @@ def test_a_client_that_leaves_loses_its_place_and_a_thread_keeps_its_own_until_i
     async def story():
         gate = Gate()
         work = Work(1, 10)
-        undone = list[str]()
+        undone = []
         running, waiting = (
             asyncio.ensure_future(work.run("a", gate, name, undo=undone.append)) for name in "xy"
         )
@@ -90,7 +90,7 @@ def test_a_client_that_leaves_loses_its_place_and_a_thread_keeps_its_own_until_i
 def test_a_place_that_is_left_when_its_turn_comes_goes_on_to_the_next():
     async def story():
         slots = JobSlots(1, 100)
-        order = list[str]()
+        order = []
 
         async def take(name):
             async with slots.slot(name[0]):
@@ -161,13 +161,13 @@ def waiting(served):
 
 def test_a_full_pool_answers_503_to_the_greediest_key_and_goes_on(narrow):
     served, gate = narrow
-    answers: list[httpx.Response] = []
+    answers = []
     threads = [post(served, "k1", answers)]
     wait_until(lambda: len(gate.begun) == 1)
     for number in range(3):
         threads.append(post(served, "k1", answers))
         wait_until(lambda number=number: waiting(served) == number + 1)
-    others: list[httpx.Response] = []
+    others = []
     threads.append(post(served, "k2", others))
     wait_until(lambda: len(answers) == 1)
     assert answers[0].status_code == 503 and int(answers[0].headers["Retry-After"]) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ TREES = [
 ]
 
 # Rules that a kernel is tried with, and its errors relative to the largest value.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "window": dict(window=6, softcap=2.0),
     "narrow": dict(window=1),
@@ -112,8 +111,8 @@ def case(
     sequences = {index: CachedSequence() for index in order}
     for index, sequence in sequences.items():
         pool.place(sequence, capacities[index])
-    own_spans: list[Span] = []
-    tokens: list[Token] = []
+    own_spans = []
+    tokens = []
     for index, (prefix_len, chain_len, tree) in enumerate(spans):
         sequence = sequences[index]
         sequence.length = prefix_len

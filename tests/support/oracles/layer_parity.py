@@ -7,7 +7,9 @@ import torch
 
 from hf_slospec.model.attention.sdpa import masked_attention
 from hf_slospec.model.sequences import Sequences
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.model.tree_mask import chain, chain_and_tree
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
 
@@ -58,11 +60,12 @@ def compare_layers(model, tolerance, attention="flash"):
     sequences.reserve(requests)
     none = torch.empty(0, dtype=torch.int64, device=packed.device)
     device = packed.device
-    sequences.forward([sequences.chain(request, request.tokens[:-3]) for request in requests], none)
+    parts = [chain(packed, sequences.of(request), request.tokens[:-3]) for request in requests]
+    sequences.forward(parts, none)
     for request in requests:
         sequences.of(request).length = request.prompt_len - 3
     parts = [
-        sequences.chain_and_tree(request, request.tokens[-3:], _tree(request, parents))
+        chain_and_tree(packed, sequences.of(request), request.tokens[-3:], _tree(request, parents))
         for request, parents in zip(requests, PARENTS, strict=True)
     ]
     sequences.forward(parts, torch.arange(3, device=device))

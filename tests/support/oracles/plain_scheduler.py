@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import LAST_RANK, STARVING, ContinuousScheduler
 from hf_slospec.scheduler.guarantees import guaranteeable, prefill_deadline_s, tightest_tpot_slo_s
 
@@ -13,8 +12,8 @@ from hf_slospec.scheduler.guarantees import guaranteeable, prefill_deadline_s, t
 class PlainScheduler(ContinuousScheduler):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.waiting = list[Request]()
-        self._undecided = list[Request]()
+        self.waiting = []
+        self._undecided = []
 
     def add(self, request):
         request.is_guaranteed = False
@@ -70,7 +69,7 @@ class PlainScheduler(ContinuousScheduler):
         return bool(found)
 
     def _enter(self, now_s):
-        preempted = list[Request]()
+        preempted = []
         ranks = {request: self._rank(request, now_s) for request in self.waiting}
         for request in sorted(self.waiting, key=ranks.__getitem__):
             may_preempt = ranks[request][0] < LAST_RANK

@@ -18,7 +18,9 @@ import torch
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.batcher.service import _stream
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from tests.support.simulation.engines import Engines, Server
 from tests.support.simulation.models import VOCAB, plain_token
 from tests.support.simulation.schedules import (
@@ -65,7 +67,7 @@ class Streamer:
         self.submitted, self.world, self.tokens, self.has_ended = (
             submitted,
             world,
-            list[int](),
+            [],
             False,
         )
 
@@ -88,7 +90,7 @@ class Simulation:
         self.plan = plan
         self.world = World(plan.seed, plan.switching)
         self.world.faults = {(fault.point, fault.number): fault.error() for fault in plan.faults}
-        self.submitted = list[Submitted]()
+        self.submitted = []
         self.num_tried = 0
         self.stops = [
             False
@@ -135,7 +137,7 @@ class Simulation:
     # ---- users
 
     def _user(self, actions):
-        own = list[Submitted]()
+        own = []
         for action in actions:
             batcher = self.servers[getattr(action, "batcher", 0)].batcher
             match action:
@@ -241,7 +243,7 @@ class Simulation:
     def _read(self, submitted):
         job = submitted.job
         handle = submitted.handle
-        seen = list[int]()
+        seen = []
         with contextlib.suppress(RequestCancelledError, *_ERRORS):
             for token in handle.tokens():
                 seen.append(token)
@@ -297,12 +299,7 @@ class Simulation:
             batcher = server.batcher
             left = [batcher._handles, batcher._orders]
             assert not any(left), f"orders are kept: {left}"
-            assert (
-                batcher.num_waiting,
-                batcher.num_running,
-                batcher.kv_held,
-                batcher.num_kept,
-            ) == (0, 0, 0, 0)
+            assert not any(batcher.counts)
             assert "died" not in batcher._why_not or fatal, f"the engine died: {batcher._why_not}"
             ended = [own.handle.request for own in self.submitted if own.server is server]
             assert sorted(r.index for r in server.ended) == sorted(r.index for r in ended), (

@@ -12,6 +12,7 @@ from hf_slospec.batcher.stats import Telemetry
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.lookup import PromptLookupDrafter
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.interfaces import Plan as DraftPlan
 from hf_slospec.engine.interfaces import Policy
@@ -140,7 +141,9 @@ class Engines:
     def new_drafter(self, kv_tokens=None, kept=0.0):
         if not self.plan.has_assistant:
             return PromptLookupDrafter()
-        return AssistantDrafter(self.draft, self.plan.limits.max_nodes, VOCAB, kv_tokens, kept)
+        return AssistantDrafter(
+            self.draft, Room(self.plan.limits.max_nodes, VOCAB, kv_tokens, kept)
+        )
 
     def new_target(self, sampler, kv_tokens=None, kept=0.0):
         return PackedTarget(self.target, self.plan.limits.max_nodes, sampler, kv_tokens, kept)

@@ -75,7 +75,7 @@ class SimulatedModel:
     there.
     """
 
-    has_states = False
+    family = SimpleNamespace(has_states=False)
     vocab_size = VOCAB
     device = torch.device("cpu")
     num_one_off_forwards = 0

@@ -8,7 +8,6 @@ test, and for the locks of :mod:`hf_slospec.forks`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from contextlib import contextmanager
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -41,12 +40,12 @@ class World:
         self.rng = random.Random(seed)
         self.switching = switching
         self.now_s = 0.0
-        self.threads = list[Thread]()  # that have begun and not ended
-        self.running: Thread | None = None
+        self.threads = []  # that have begun and not ended
+        self.running = None
         self.hub = getcurrent()
-        self.faults: dict[tuple[str, int], BaseException] = {}
-        self.struck: list[tuple[str, BaseException]] = []
-        self._counts: dict[str, int] = {}
+        self.faults = {}
+        self.struck = []
+        self._counts = {}
         self.is_over = False
         self._num_turns = 0
 
@@ -166,8 +165,8 @@ class Thread:
     ):
         self.world = world
         self.name = name
-        self.is_ready: Callable[[], bool] | None = None  # None: it need not wait
-        self.until_s: float | None = None
+        self.is_ready = None  # None: it need not wait
+        self.until_s = None
         self.target = target
         self.args = args
         self.greenlet = greenlet(self._run, world.hub)
@@ -241,11 +240,11 @@ class RLock:
 class Condition(RLock):
     def __init__(self, world):
         super().__init__(world)
-        self.waiters = list[list[bool]]()
+        self.waiters = []
 
     def wait(self, timeout=None):
         assert self.depth == 1 and self.owner is self.world.running
-        told: list[bool] = []
+        told = []
         self.waiters.append(told)
         self.__exit__()
         try:

@@ -14,7 +14,6 @@ import threading
 import weakref
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,8 +43,8 @@ class Stream:
     stream_id = device_index = 0
 
     def __init__(self, *_):
-        self.waited_for: list[Stream] = []
-        self.recorded: set[int] = set()  # addresses of tensors
+        self.waited_for = []
+        self.recorded = set()  # addresses of tensors
 
     def wait_stream(self, other):
         self.waited_for.append(other)
@@ -169,12 +168,12 @@ def stand_in_cuda():
         stand_in.refuse_beside_captures(torch.cuda.empty_cache)
 
     properties = SimpleNamespace(name="stand-in", total_memory=2**36, multi_processor_count=1)
-    package: Any = ModuleType("flash_attn")
+    package = ModuleType("flash_attn")
     package.__spec__, package.flash_attn_varlen_func = (
         ModuleSpec("flash_attn", None),
         flash_attn_varlen_func,
     )
-    cuda: dict[str, Any] = dict(
+    cuda = dict(
         _lazy_init=lambda: None,
         is_available=lambda: True,
         is_initialized=lambda: True,

@@ -9,15 +9,13 @@ import functools
 import importlib
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from hf_slospec.cuda.flash import Entries
 from hf_slospec.model import transfer as sync_guard
 from hf_slospec.model.batch import AttentionRules
-from tests.support.stand_ins.graphs import OpaqueStandIn, Tape, each, tensors_in
+from tests.support.stand_ins.graphs import OpaqueStandIn, each, tensors_in
 
 aten = torch.ops.aten
 PIN = aten._pin_memory
@@ -40,7 +38,7 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, held):
         assert type(held) is torch.Tensor and held.is_cpu, held
-        made: OnDevice = torch.Tensor._make_wrapper_subclass(
+        made = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             strides=held.stride(),
@@ -85,8 +83,8 @@ READS = {
     getattr(torch.Tensor, name)
     for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")
 }
-DATA_PTR, SET_DATA = torch.Tensor.data_ptr, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-INSTEAD: dict[Any, Callable[..., Any]] = {
+DATA_PTR, SET_DATA = torch.Tensor.data_ptr, torch.Tensor.data.__set__
+INSTEAD = {
     torch.Tensor.__getitem__: lambda *args: device.index(torch.Tensor.__getitem__, args),
     torch.Tensor.__setitem__: lambda *args: device.index(torch.Tensor.__setitem__, args),
     torch.Tensor.copy_: lambda *args, **kwargs: device.run(aten.copy_.default, args, kwargs),
@@ -142,18 +140,16 @@ class Device:
     def __init__(self, default_stream):
         self.generator = DefaultGenerator()
         self.sync_debug_mode = "default"
-        self.captures: dict[int, Tape] = {}  # that run, by thread
-        self.arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host: where, and what
-        self.leaving: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # from the host: where, and what was there
+        self.captures = {}  # that run, by thread
+        self.arriving = []  # on the host: where, and what
+        self.leaving = []  # from the host: where, and what was there
         self.num_arrived = self.num_graphs = 0
-        self.users: dict[Any, int] = {}  # graphs and captures that share a pool's memory, by handle
-        self.allocates_to: Any = None  # the pool of a capture that runs
+        self.users = {}  # graphs and captures that share a pool's memory, by handle
+        self.allocates_to = None  # the pool of a capture that runs
         self._lock = threading.Lock()
-        self._num_waits = Counter[int]()  # by thread
+        self._num_waits = Counter()  # by thread
         self.default_stream = default_stream
-        self._streams: dict[int, Any] = {}  # by thread, if it is not the default one
+        self._streams = {}  # by thread, if it is not the default one
 
     @property
     def stream(self):
@@ -167,7 +163,7 @@ class Device:
 
     def run(self, func, args, kwargs):
         """One operator: on values in host memory, after a look at where they are said to be."""
-        given: list[torch.Tensor] = []
+        given = []
         held = [of_host(argument, given) for argument in args]
         of = func.overloadpacket
         on_host = of_host(kwargs, given) if kwargs else kwargs

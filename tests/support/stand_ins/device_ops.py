@@ -23,7 +23,7 @@ NO_WORK = (
 @contextlib.contextmanager
 def device_operations():
     """Names of the operations that the device is given within, copies included and views not."""
-    names = list[str]()
+    names = []
     run = Device.run
     index = Device.index
     replay = Graph.replay
@@ -73,7 +73,7 @@ def is_view(func):
 
 def between_replays(names):
     """The operations before the first replay, between each two, and after the last."""
-    groups: list[list[str]] = [[]]
+    groups = [[]]
     for name in names:
         if name == REPLAY:
             groups.append([])

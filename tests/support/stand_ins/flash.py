@@ -20,9 +20,7 @@ class StandIn:
     EMPTY_OUT = 0.0
 
     def __init__(self, device):
-        self.calls: list[
-            tuple[bool, int, int]
-        ] = []  # is_causal, max_queries, num_heads per KV head
+        self.calls = []  # is_causal, max_queries, num_heads per KV head
 
     def __call__(self, query, key, value, entries, is_causal, rules):
         scaling, window, softcap, *_ = rules

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +41,7 @@ def each(tree, function):
 def tensors_in(tree):
     if isinstance(tree, torch.Tensor):
         return [tree]
-    found: list[torch.Tensor] = []
+    found = []
     each(tree, found.append)
     return found
 
@@ -52,7 +51,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls = []
         self.is_broken = False  # by what cannot be captured
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -66,7 +65,7 @@ class Tape(TorchDispatchMode):
         """Call all of it again: on tensors made by calls as they are made now, on all others where
         they are.
         """
-        made: dict[int, torch.Tensor] = {}
+        made = {}
 
         def now(tensor):
             return made.get(id(tensor), tensor)
@@ -112,7 +111,7 @@ class OpaqueStandIn(StandIn):
         self.calls.append((is_causal, entries.max_queries, query.shape[1] // key.shape[1]))
         cumulative = entries.cu_queries, entries.cu_keys
         most = entries.max_queries, entries.max_keys
-        out: tuple[torch.Tensor, torch.Tensor] = _kernel(
+        return _kernel(
             query,
             key,
             value,
@@ -124,7 +123,6 @@ class OpaqueStandIn(StandIn):
             rules.window,
             rules.softcap,
         )
-        return out
 
 
 @torch.library.custom_op("hf_slospec_tests::flash_stand_in", mutates_args=())

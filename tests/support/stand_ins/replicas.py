@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 from ray.exceptions import RayError
@@ -17,7 +15,7 @@ from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.messages import Offer
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
-from hf_slospec.request.request import Progress
+from hf_slospec.request.state import Progress
 from hf_slospec.scheduler.load import Need
 from hf_slospec.server.engine import Order
 from tests.support.served_pair import CONFIG
@@ -36,7 +34,7 @@ class FakeStream:
 
     async def __anext__(self):
         if self._left == 0:
-            await self._answers.aclose()  # type: ignore[attr-defined]
+            await self._answers.aclose()
             self._on_death()
             raise RayError("the actor died")
         self._left = None if self._left is None else self._left - 1
@@ -49,7 +47,7 @@ class FakeStream:
 
     def cancel(self):
         self.was_cancelled = True
-        self._closing = asyncio.ensure_future(self._answers.aclose())  # type: ignore[attr-defined]
+        self._closing = asyncio.ensure_future(self._answers.aclose())
 
 
 class FakeHandle:
@@ -57,13 +55,11 @@ class FakeHandle:
 
     def __init__(self, replicas):
         self.replicas = replicas
-        self.offers = list[Offer]()
-        self.dies_after: Callable[[Offer], int | None] = lambda offer: (
-            None
-        )  # answers that a replica gives before
+        self.offers = []
+        self.dies_after = lambda offer: None  # answers that a replica gives before
         self.decode = SimpleNamespace(remote=self._decode)
         self.families = SimpleNamespace(remote=self._families)
-        self.streams = list[FakeStream]()
+        self.streams = []
 
     def options(self, stream):
         return self
@@ -101,17 +97,14 @@ class FakeHandle:
         self.replicas[replica.name] = replica
 
     async def _families(self, address, prefix):
-        families: list[Any] = pickle.loads(
-            pickle.dumps(self.replicas[address.replica].families(address, prefix))
-        )
-        return families
+        return pickle.loads(pickle.dumps(self.replicas[address.replica].families(address, prefix)))
 
 
 @contextmanager
 def replicated(number=2, **config):
     """Yield an engine of so many replicas of the embedded pair."""
     options = ReplicaOptions(dtype="float32", config=CONFIG.model_copy(update=config), hang_s=0.2)
-    replicas = dict[str, ModelReplica]()
+    replicas = {}
     for index in range(number):
         serve_parts = {
             "_own_name": lambda index=index: f"r{index}",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -17,14 +16,14 @@ from hf_slospec.replicas.messages import (
     REPORT_S,
     Declined,
     Description,
-    Offer,
     Report,
     Taken,
     Update,
 )
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import _with_signs_of_life
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler.load import ReplicaLoad
 from hf_slospec.server.engine import Order
 
@@ -51,8 +50,8 @@ def run_jumping(main):
     def new_loop():
         selector = JumpingSelector()
         loop = asyncio.SelectorEventLoop(selector)
-        loop.time = lambda: selector.now_s  # type: ignore[method-assign]
-        loop.selector = selector  # type: ignore[attr-defined]
+        loop.time = lambda: selector.now_s
+        loop.selector = selector
         return loop
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -61,7 +60,7 @@ def run_jumping(main):
 
 def stand_still(seconds):
     """Let time pass in which the running loop does nothing, as on a busy machine."""
-    asyncio.get_running_loop().selector.now_s += seconds  # type: ignore[attr-defined]
+    asyncio.get_running_loop().selector.now_s += seconds
 
 
 def token_of(order, index):
@@ -80,12 +79,12 @@ class SilentReplica:
         )  # its messages arrive; else they wait, as if it were cut off or frozen
         self.reaches.set()
         self.died = asyncio.Event()
-        self.delay_s: Callable[[], float] = lambda: 0.0  # of each of its messages on the way
+        self.delay_s = lambda: 0.0  # of each of its messages on the way
         self.is_full = False
         self.guarantees = True
         self.answer_s = 0.0
-        self.offers = list[Offer]()
-        self.running = set[int]()
+        self.offers = []
+        self.running = set()
 
     async def decode(self, offer):
         self.offers.append(offer)
@@ -178,8 +177,8 @@ class World:
             f"r{index}": SilentReplica(f"r{index}", self.options.silent_s)
             for index in range(number)
         }
-        self.streams = list[HeldStream]()
-        handle: Any = SimpleNamespace(
+        self.streams = []
+        handle = SimpleNamespace(
             decode=SimpleNamespace(remote=self._decode),
             reports=SimpleNamespace(remote=self._reports),
         )
@@ -215,7 +214,7 @@ class World:
             0.0,
         )
         decoding = await self.engine.submit(order)
-        written = list[int]()
+        written = []
         async for new, _ in decoding.asteps():
             written += new
             pause_s = max(pause_s, now_s() - last_s)

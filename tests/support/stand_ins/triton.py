@@ -23,11 +23,10 @@ from hf_slospec.model.batch import AttentionRules
 
 def tree_attention_stand_in(query, keys, values, plan, rules):
     """-> [num_tokens, num_heads, value_dim]"""
-    out: torch.Tensor = _attend(
+    return _attend(
         query, keys, values, plan.tiles, plan.mask, plan.positions, plan.staged_positions, plan.paths, plan.num_rows,
         *rules[:-1],  # layers with a bias attend by another backend
     )  # fmt: skip
-    return out
 
 
 @torch.library.custom_op("hf_slospec_tests::tree_attention", mutates_args=())
@@ -78,7 +77,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(query, keys, values, *_):  # type: ignore[no-untyped-def]
+def _(query, keys, values, *_):
     return query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
 
 
@@ -138,7 +137,7 @@ def gated_product(
 
 
 @gated_product.register_fake
-def _(rows, gate, up, activation):  # type: ignore[no-untyped-def]
+def _(rows, gate, up, activation):
     return rows.new_empty(len(rows), len(gate))
 
 
@@ -151,7 +150,7 @@ def joint_products(
 
 
 @joint_products.register_fake
-def _(rows, weights, biases):  # type: ignore[no-untyped-def]
+def _(rows, weights, biases):
     return [rows.new_empty(len(rows), len(weight)) for weight in weights]
 
 

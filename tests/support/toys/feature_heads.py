@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def dflash_folder(folder):
     return write(folder / "dflash", fields, tensors)
 
 
-FOLDERS: dict[str, Callable[[Path], str]] = {
+FOLDERS = {
     "eagle3": eagle3_folder,
     "mtp": mtp_folder,
     "dflash": dflash_folder,
@@ -101,10 +100,8 @@ class Checks:
         self.target = target
         self.expected = expected
         self.texts = texts
-        self.first: dict[
-            int, int
-        ] = {}  # first place that the head knows of requests with a gap, by request index
-        self.skips: Callable[[int], bool] = lambda call: False  # calls without drafting
+        self.first = {}  # first place that the head knows of requests with a gap, by request index
+        self.skips = lambda call: False  # calls without drafting
         self.num_calls = self.num_checked = self.num_unready = 0
 
     def check(self, request, tree, plan, layers):
@@ -112,7 +109,7 @@ class Checks:
         tokens = list(request.tokens)
         features = features_of(self.target, tokens, layers)[first:]
         expected = self.expected(tokens, features, first, plan)
-        paths: list[tuple[int, ...]] = [()]
+        paths = [()]
         for parent, token in zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True):
             paths.append((*paths[parent], token))
         found = dict(zip(paths[1:], tree.path_probs[1:].tolist(), strict=True))

@@ -13,7 +13,7 @@ from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.step import Engine
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler
-from hf_slospec.tree.tree import ROOT, TokenTree
+from hf_slospec.tree.tree import ROOT
 from tests.support.toys.trees import beam_tree, draw, path_to
 
 Choose = Callable[
@@ -56,12 +56,10 @@ class ToyTarget(Target):
 
     def __init__(self, choose):
         self.choose = choose
-        self.steps = list[
-            list[tuple[Request, TokenTree, int]]
-        ]()  # request, tree and tokens left before the step
-        self.fed = list[int]()  # tokens of the chunks of each step
-        self.cached: dict[Request, list[int]] = {}
-        self.released = list[Request]()
+        self.steps = []  # request, tree and tokens left before the step
+        self.fed = []  # tokens of the chunks of each step
+        self.cached = {}
+        self.released = []
 
     def verify(self, requests, trees, chunks=()):
         step = list(zip(requests, trees, (request.num_left for request in requests), strict=True))
@@ -111,8 +109,8 @@ class ToyDrafter(Drafter):
 
     def __init__(self, draft):
         self.next_probs = draft
-        self.plans = list[Plan]()
-        self.released = list[Request]()
+        self.plans = []
+        self.released = []
 
     def draft(self, requests, plan):
         self.plans.append(plan)

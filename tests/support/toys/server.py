@@ -13,7 +13,8 @@ from hf_slospec.batcher.orders import Observer
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.step import Engine
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from tests.support.toys.models import VOCAB, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
 from tests.support.toys.trees import markov_model
@@ -30,7 +31,7 @@ class GatedTarget(ToyTarget):
         self.gate = threading.Event()
         self.gate.set()
         self.most_requests = 10**9  # more in a step are more than there is memory for
-        self.error: BaseException | None = None
+        self.error = None
 
     def verify(self, requests, trees, chunks=()):
         assert self.gate.wait(WAIT_S)
@@ -43,7 +44,7 @@ class GatedTarget(ToyTarget):
 
 class Books(Observer):
     def __init__(self):
-        self.ended = list[Request]()
+        self.ended = []
 
     def on_step(self, step):
         """Count nothing."""

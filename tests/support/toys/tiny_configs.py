@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
 
 from tests.support.toys.tiny_models import POSITIONS, VOCAB, WINDOW
 
 # Values for every config field of one of these names, whichever config has it.
-SIZES: dict[str, Any] = {
+SIZES = {
     name: value
     for value, names in {
         VOCAB: "vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size",
@@ -48,7 +47,7 @@ SHARED = {
     "num_kv_shared_layers": 2,
 }
 # What the rule above does not do, by the name of the config.
-SPECIAL: dict[str, dict[str, Any]] = {
+SPECIAL = {
     "BigBirdConfig": dict(attention_type="original_full"),
     "BigBirdPegasusConfig": dict(attention_type="original_full"),
     "BambaConfig": dict(attn_layer_indices=[1]),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
 
 import torch
 import transformers
@@ -20,13 +19,13 @@ from transformers import (
 from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import POSITIONS, VOCAB, sharpened
 
-SIZES: dict[str, Any] = dict(
+SIZES = dict(
     vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4,
     decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=POSITIONS,
     bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=3, forced_eos_token_id=None,
     tie_word_embeddings=False,
 )  # fmt: skip
-T5: dict[str, Any] = dict(
+T5 = dict(
     vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=4, num_decoder_layers=4, num_heads=4,
     eos_token_id=2, pad_token_id=0, decoder_start_token_id=3, relative_attention_num_buckets=8,
     relative_attention_max_distance=20, tie_word_embeddings=False,
@@ -66,8 +65,8 @@ def tiny_whisper(seed=0):
         max_source_positions=FRAMES // 2, max_target_positions=POSITIONS, num_mel_bins=MELS,
         suppress_tokens=None, begin_suppress_tokens=None, median_filter_width=3,
     )  # fmt: skip
-    model: Any = faint(sharpened(lambda: WhisperForConditionalGeneration(config), seed))
-    settings: dict[str, Any] = dict(
+    model = faint(sharpened(lambda: WhisperForConditionalGeneration(config), seed))
+    settings = dict(
         no_timestamps_token_id=NO_TIMESTAMPS, lang_to_id={"<|en|>": EN, "<|de|>": DE}, is_multilingual=True,
         task_to_id={"transcribe": TRANSCRIBE, "translate": TRANSLATE}, prev_sot_token_id=PREVIOUS,
         max_length=quick_or(32, 64), suppress_tokens=[5, 6], begin_suppress_tokens=[2, 7],

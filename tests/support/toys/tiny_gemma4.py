@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import transformers
@@ -12,12 +11,10 @@ from hf_slospec.model.loading import assistants_can_be_built
 from tests.support.toys.tiny_models import GROUPED, WINDOW, sharpened
 
 KINDS = ["sliding_attention", "full_attention"]
-SHARED: dict[str, Any] = dict(
-    num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=101
-)
+SHARED = dict(num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=101)
 # Released models have per-layer inputs and shared K/V (E2B, E4B), or K that are V and other numbers
 # of heads (31B).
-TARGETS: dict[str, dict[str, Any]] = {
+TARGETS = {
     "shared": SHARED,
     "own": dict(hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1),
 }
@@ -58,9 +55,7 @@ def tiny_assistant(
     )
     if not unified:
         own |= dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
-    of_assistant: dict[str, Any] = dict(
-        backbone_hidden_size=backbone_hidden_size, use_ordered_embeddings=ordered
-    )
+    of_assistant = dict(backbone_hidden_size=backbone_hidden_size, use_ordered_embeddings=ordered)
     if ordered:
         own["vocab_size"] = 100  # as many tokens for each cluster
         of_assistant |= dict(num_centroids=20, centroid_intermediate_top_k=6)

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from tests.support.toys import tiny_configs
 from tests.support.toys.tiny_models import VOCAB, sharpened
@@ -24,7 +22,7 @@ AUDIO = 92
 SIDE = 16
 PATCH = 4
 # Beside those of tiny_configs.
-SIZES: dict[str, Any] = {
+SIZES = {
     name: value
     for value, names in {
         IMAGE: "image_token_id image_token_index",
@@ -42,7 +40,7 @@ SIZES: dict[str, Any] = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
-SPECIAL: dict[str, dict[str, Any]] = {
+SPECIAL = {
     "AriaConfig": dict(projector_patch_to_query_dict={SIDE: 4}),
     "Gemma4Config": dict(
         vision_config=dict(model_type="gemma4_vision", hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -79,7 +77,7 @@ def tiny_image_model(name, seed=0, noise=0.0):
     """Return a tiny random model of a class."""
 
     def build():
-        model: PreTrainedModel = getattr(transformers, name)(image_config(name))
+        model = getattr(transformers, name)(image_config(name))
         for parameter in model.parameters():
             if (
                 parameter.ndim > 1 and not parameter.any()
@@ -122,7 +120,7 @@ def prompts_with_images(model, seed, images):
     pixels = [_pixels(model, accepted, place, generator) for place in range(sum(images))]
     known = inspect.signature(model.get_image_features).parameters
     lengths = [_num_tokens(model, {k: v for k, v in own.items() if k in known}) for own in pixels]
-    rows = list[list[int]]()
+    rows = []
     left = iter(lengths)
     for count in images:
         rows.append(_text(generator))
@@ -131,7 +129,7 @@ def prompts_with_images(model, seed, images):
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    inputs = {"input_ids": ids, "attention_mask": mask}
     if pixels:
         inputs |= _joined(pixels, images)
     if "mm_token_type_ids" in accepted:

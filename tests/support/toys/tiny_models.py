@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
 
 import torch
 import transformers
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, Cache, EncoderDecoderCache
 
 VOCAB = 101
 POSITIONS = 160
-SMALL: dict[str, Any] = dict(
+SMALL = dict(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
@@ -25,7 +24,7 @@ SMALL: dict[str, Any] = dict(
 )
 GROUPED = SMALL | dict(num_key_value_heads=2)
 WINDOW = 9  # shorter than every prompt and output of the tests
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "llama": ("LlamaConfig", GROUPED),
     "qwen2": ("Qwen2Config", GROUPED),
     "qwen2-window": (
@@ -62,6 +61,11 @@ def tiny_model(family, seed=0, noise=0.0):
         seed,
         noise,
     )
+
+
+def tiny_copy(family, seed=0, noise=0.0):
+    """Return a copy of a tiny model, which a test may change."""
+    return copy.deepcopy(tiny_model(family, seed, noise))
 
 
 def sharpened(build, seed, noise=0.0):

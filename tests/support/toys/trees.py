@@ -90,7 +90,7 @@ def tree_of_paths(next_probs, context, paths):
 def beam_tree(next_probs, context, depth, width):
     """All nodes of a beam search; tokens of probability 0 are not drafted."""
     layer = [((), 1.0)]
-    paths = list[tuple[int, ...]]()
+    paths = []
     for _ in range(depth):
         children = [
             ((*path, token), prob * conditional)
