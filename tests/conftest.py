@@ -24,8 +24,6 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 from hypothesis import settings
 
-from tests.support.blocked import BLOCKED, pytest_ignore_collect  # noqa: F401  a hook
-
 settings.register_profile(
     "untimed", deadline=None
 )  # how long an example takes says nothing on a shared machine
@@ -34,6 +32,8 @@ settings.register_profile(
 )
 settings.load_profile("untimed")
 pytest.register_assert_rewrite("tests.support")  # before any test imports it
+
+from tests.support.blocked import BLOCKED, pytest_ignore_collect  # noqa: E402, F401  a hook
 
 
 @pytest.fixture(scope="session", autouse=True)
