@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.compile_job import NICENESS, CompileJob
+from hf_slospec.cpu.compile_job import NICENESS, POLL_S, CompileJob
 from hf_slospec.cpu.joined_linears import JoinedLinears
 from hf_slospec.cpu.kernels import granularity
 from hf_slospec.cpu.twin import MIN_SIZE, GraphDescription, Interface
@@ -199,6 +199,9 @@ class _Package:
         self._why_not: str | None = None  # why it computes no forwards, if that is for good
         self._change: str | None = None  # what in the model differs from what was compiled
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0  # time.monotonic() at the start of the process
+        self._looked_s = -POLL_S  # the same at the last look at what other processes compile
+        self._is_queued = False  # another compiler runs
         self._thread: threading.Thread | None = None
         self._graph: _Graph | None = None
         self.num_compared = 0
@@ -208,8 +211,8 @@ class _Package:
         }  # forwards that agreed, less those that differed; by whether they had a tree
         try:
             self._job = CompileJob.of(description.with_modules(model), 0 if waits else NICENESS)
-            if waits and self._job.interface is None and self._job.failure is None:
-                self._job.start().wait()
+            if waits:
+                self._job.complete()
             if self._job.interface is not None:
                 self._load()
             else:
@@ -235,28 +238,44 @@ class _Package:
         """Which path computes forwards, and why it is not the compiled one."""
         if self.is_ready:
             return "compiled"
-        busy = (
-            "loading"
-            if self._thread is not None
-            else "not compiled yet"
-            if self._process is None
-            else "compiling"
-        )
+        if self._thread is not None:
+            busy = "loading"
+        elif self._process is not None:
+            busy = "compiling"
+        else:
+            busy = "another compiler runs" if self._is_queued else "not compiled yet"
         return f"eager: {self._why_not or self._change or busy}"
 
     def advance(self, may_start: bool) -> None:
-        """Start the compilation if ``may_start``; once it has ended, load its package."""
+        """Load the package once it is there, compiled by this process or another one; start the
+        compilation if ``may_start`` and no compiler runs.
+        """
         if self._why_not is not None or self._thread is not None:
             return
+        now_s = time.monotonic()
         if self._process is None:
-            if may_start:
-                try:
-                    self._process = self._job.start()
-                except OSError as error:
-                    self._refuse_to_compile(error)
-        elif self._process.poll() is not None:
-            self._thread = threading.Thread(target=self._load, daemon=True)
-            self._thread.start()
+            if now_s - self._looked_s < POLL_S:
+                return
+            self._looked_s = now_s
+            if self._job.interface is None and self._job.failure is None:
+                if may_start:
+                    self._start()
+                return
+        elif self._process.poll() is None:
+            return
+        else:
+            seconds = now_s - self._started_s
+            logger.info("compiled forwards of %s in %.0f s", type(self._model).__name__, seconds)
+        self._thread = threading.Thread(target=self._load, daemon=True)
+        self._thread.start()
+
+    def _start(self) -> None:
+        try:
+            self._process = self._job.start()
+        except OSError as error:
+            self._refuse_to_compile(error)
+        self._started_s = time.monotonic()
+        self._is_queued = self._process is None
 
     def renew(self, description: GraphDescription | None, compares: bool) -> None:
         """Take in changes of the model, which ``description`` describes if more than values of

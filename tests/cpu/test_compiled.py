@@ -4,8 +4,14 @@ be used.
 
 from __future__ import annotations
 
+import fcntl
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +24,7 @@ from hf_slospec.cpu.compile_job import CompileJob
 from hf_slospec.cpu.twin import GraphDescription
 from hf_slospec.model import machine as threads
 from hf_slospec.model.eager import EagerPath
+from hf_slospec.model.machine import kept_file
 from hf_slospec.model.tree_mask import chain
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
@@ -27,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 FEATURES = (0, 1, 2)  # hidden states; all tests of features need one package
 OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
+START = CompileJob.start
 
 
 class Finished:
@@ -151,6 +159,7 @@ def test_the_switch_between_two_steps(monkeypatch, model):
     assert generated(ours.generate) == expected
     assert ours.stats().forwards == {"target": "eager: not compiled yet"}
     monkeypatch.setattr(compiled, "START_S", 0.0)
+    monkeypatch.setattr(compiled, "POLL_S", 0.0)
     ours.generate(**rows(), **OPTIONS)
     (package,) = loads
     package._thread.join()
@@ -248,6 +257,51 @@ def test_failures_are_kept_and_told(monkeypatch, model):
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
     assert len(attempts) == 1
+
+
+def test_one_compiler_runs_at_a_time(monkeypatch, model):
+    """A package that another process compiles is loaded once it is there."""
+    monkeypatch.setattr(GraphDescription, "identity", lambda self: {"key": "queued"})
+    monkeypatch.setattr(compiled, "START_S", 0.0)
+    monkeypatch.setattr(compiled, "POLL_S", 0.0)
+    jobs = list[CompileJob]()
+    monkeypatch.setattr(CompileJob, "start", lambda self: jobs.append(self) or START(self))
+    with open(kept_file("compiled", "", "").parent / "compiler.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ours = generator(model, compile=True)
+        assert generated(ours.generate) == generated(model.generate)
+        assert ours.stats().forwards == {"target": "eager: another compiler runs"}
+        jobs[0].run()
+        assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards["target"] in ("eager: loading", "compiled")
+
+
+class Endless(CompileJob):
+    """A compilation that does not end by itself."""
+
+    def run(self):
+        subprocess.run(["sleep", "3600"])
+
+
+def test_a_compiler_ends_with_the_process_that_started_it(tmp_path):
+    """Its lock is free again then."""
+    code = (
+        "import torch, sys, time; from pathlib import Path; import tests.cpu.test_compiled as test\n"
+        "from hf_slospec.cpu.twin import GraphDescription\n"
+        "model = test.tiny_model('llama')\n"
+        "described = GraphDescription.of(model, (), (), False)\n"
+        f"job = test.Endless(described, Path({str(tmp_path / 'a' / 'b.pt2')!r}), 1, 0)\n"
+        "print(job.start().pid, job.start(), flush=True); time.sleep(3600)"
+    )
+    (tmp_path / "a").mkdir()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        compiler, second = parent.stdout.readline().split()
+        assert second == b"None"
+        parent.send_signal(signal.SIGKILL)
+    with open(tmp_path / "compiler.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the compiler's end
+    while Path(f"/proc/{int(compiler)}").exists():
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
