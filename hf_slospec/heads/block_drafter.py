@@ -43,8 +43,12 @@ class BlockDrafter(FeatureDrafter):
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
     ) -> list[TokenTree]:
-        """Build one draft tree per request from the blocks' outputs [num_requests, depth,
-        output_size].
+        """Return one draft tree per request.
+
+        Args:
+            requests: one request per block.
+            outputs: [num_requests, depth, output_size], outputs of the blocks' tokens.
+            plan: depth and width of the trees.
         """
         return block_trees(requests, self.spread(outputs), plan)
 
@@ -186,9 +190,9 @@ def block_marginals(
 
 
 def block_trees(requests: Sequence[Request], logits: torch.Tensor, plan: Plan) -> list[TokenTree]:
-    """Build one draft tree per request from predictions that treat positions as independent.
+    """Return one draft tree per request: its ``plan.depth * plan.width`` most probable prefixes.
 
-    A tree consists of the ``plan.depth * plan.width`` most probable prefixes.
+    The predictions of a block's positions are taken as independent.
 
     Args:
         requests: one request per block.

@@ -57,7 +57,7 @@ def widen_inputs(attention: nn.Module, size: int) -> None:
 
 
 class Eagle3Layer(nn.Module):
-    """First layer of the head, whose attention reads an embedding and a hidden state, concatenated."""
+    """First layer, whose attention reads an embedding and a hidden state, concatenated."""
 
     def __init__(self, config: LlamaConfig | Qwen3Config, norm_before_residual: bool):
         super().__init__()
@@ -219,7 +219,7 @@ class PEagleHead(Eagle3Head):
         super().__init__(*arguments)
         self.mask_token_id = mask_token_id
         self.num_proposals = self.min_nodes = num_proposals
-        # [1, 1, num_features]; in a ParameterDict because loading assigns tensors to submodules only
+        # [1, 1, num_features], in a ParameterDict, as loading assigns tensors to submodules only.
         self.mask_entry = nn.ParameterDict({"hidden": torch.empty(1, 1, self.fc.in_features)})
 
     def mask_inputs(self, num_entries: int) -> torch.Tensor:
