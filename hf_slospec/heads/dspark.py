@@ -1,5 +1,5 @@
-"""DSpark and Domino networks: DFlash with a module that corrects each position's logits, which reads
-the token drafted before the position (DSpark) or all tokens drafted before it (Domino).
+"""DSpark and Domino networks: DFlash with a module that corrects each position's logits by the
+tokens drafted before the position, and in DSpark also one that predicts acceptance.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SETTINGS = {"gru_hidden_dim": 1, "emb_dim": 1, "pure_draft_prefix_len": 0}
 
 
 class DominoHead(SequentialHead):
-    """DFlash network with a GRU that reads the tokens from the root to a node and corrects the logits
-    of the node's children.
+    """DFlash network with a GRU that reads the tokens from the root to a node, by which the logits
+    of the node's children are corrected.
 
     The config has ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len`` (number of first
     positions that are not corrected) besides the settings of DFlash.

@@ -66,7 +66,7 @@ class TranslatedDrafter(AssistantDrafter):
         self._translated = dict[Request, DraftTokens]()
 
     def _tokens_of(self, request: Request) -> DraftTokens:
-        """Translate the request's new tokens, and drop K/V of translated tokens that have changed."""
+        """Translate the request's new tokens; drop K/V of translated tokens that have changed."""
         draft_tokens = self._translated.setdefault(request, DraftTokens(self.translation, request))
         num_same = draft_tokens.update()
         if self.sequences.num_cached(draft_tokens) > num_same:
@@ -87,8 +87,8 @@ class TranslatedDrafter(AssistantDrafter):
         return by_request
 
     def reuse(self, request: Request) -> int:
-        """Reuse K/V of a common prefix; return an estimate of the number of the request's tokens
-        that it covers, as K/V is counted in translated tokens.
+        """Take over K/V of a common prefix; return an estimate of the number of the request's
+        tokens that it covers, as K/V is counted in translated tokens.
         """
         if self.sequences.max_kept is None:
             return 0
