@@ -161,7 +161,7 @@ class Recurrent(ModelFamily):
 
 
 def _transposed(key: Key, state: torch.Tensor) -> torch.Tensor:
-    """Convert a state between this package's layout and that of transformers, which has the value
-    dimension first for Mamba 2.
+    """Return a state of this package in transformers' layout, or the reverse: transformers has the
+    value dimension first for Mamba 2.
     """
     return state.transpose(-1, -2) if key[2] == STATE_SPACE else state

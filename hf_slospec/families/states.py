@@ -72,7 +72,7 @@ class StateHook(AttentionHook):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Return a convolution's inputs unchanged; its mixer prepends the inputs of earlier tokens."""
+        """Return a convolution's inputs unchanged; the mixer prepends those of earlier tokens."""
         self._layer = layer_idx
         return conv_states
 
