@@ -40,13 +40,13 @@ class _Placeholders(dict[int, Any]):
         return self[layer_idx]
 
     def layer_of(self, key: torch.Tensor) -> int | None:
-        """Return the index of the layer whose placeholder this tensor is; None for other tensors."""
+        """Return the index of the layer whose placeholder ``key`` is; None for other tensors."""
         return next((layer for layer, held in self.items() if held.keys is key), None)
 
 
 class _Updated(dict[int, bool]):
-    """Stand-in for ``EncoderDecoderCache.is_updated``: every layer reads its cached cross-attention
-    K and V instead of computing them.
+    """Stand-in for ``EncoderDecoderCache.is_updated``: True for every layer, so that all read
+    cached cross-attention K and V instead of computing them.
     """
 
     def get(self, *_: Any) -> bool:
@@ -110,7 +110,9 @@ class DecoderForward(_TwoCaches):
         mask: torch.Tensor | None,
         plain: PlainAttention,
     ) -> torch.Tensor:
-        """Compute self-attention by the inner hook, or cross-attention if ``key`` is a placeholder."""
+        """Compute cross-attention if ``key`` is a placeholder, else self-attention by the inner
+        hook.
+        """
         layer_idx = self._placeholders.layer_of(key)
         if layer_idx is None:
             inner: AttentionHook = self.self_attention_cache
