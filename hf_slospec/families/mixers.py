@@ -91,7 +91,7 @@ class Group:
         sequence.staged[key] = Whole(state[0], self.mask.shape[1])
 
     def earlier(self, key: Key) -> tuple[torch.Tensor, ...] | None:
-        """Return what earlier forwards of this step staged for the state, tensors [batch, ...]."""
+        """Return what earlier forwards of this step staged, [batch, ...] each; None if nothing."""
         if self.mask.shape[1] == self.mask.shape[2]:
             return None
         return tuple(

@@ -74,8 +74,8 @@ def linear_recurrence(
     """
     if earlier is None and value.is_cpu and bool((is_lost := value[:, 0, :, 0].isnan()).any()):
         # The mask multiplies by 0, and 0 times NaN is NaN: one sequence's or branch's NaN would
-        # spread to others. The recurrence is computed without NaN, which is then set where it
-        # belongs: at the lost nodes and their descendants.
+        # spread to others. So the nodes with NaN values are computed as zeros, and NaN is then set
+        # at these nodes and their descendants.
         q, k, v, decay = (
             each.masked_fill(is_lost[:, None, :, None], 0.0) for each in (query, key, value, decay)
         )

@@ -27,7 +27,7 @@ from hf_slospec.model.family import DECODER, ModelFamily
 from hf_slospec.model.probe import InterfaceProbe, probed
 from hf_slospec.model.properties import Reach, attends_to_encoder, cannot_be_packed, layer_types
 
-# layer_types in configs whose layers keep a recurrent state
+# values of layer_types in transformers' configs for layers that keep a recurrent state
 STATE_KINDS = ("linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding")
 
 
@@ -101,7 +101,7 @@ class StateProbe(StateHook, InterfaceProbe):
 
 @dataclass(frozen=True)
 class Recurrent(ModelFamily):
-    """Models of which some layers keep a state in place of K and V.
+    """Models of which some layers keep a recurrent state, in place of or besides K and V.
 
     It also claims models without such layers; the probe then returns ``DECODER`` for them.
     """

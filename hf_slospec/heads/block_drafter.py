@@ -89,7 +89,9 @@ class SequentialBlockDrafter(BlockDrafter):
         return beam_search(requests, plan, None, run, outputs.device, len(requests), states)
 
     def _grown(self, outputs: torch.Tensor, _: IntArray, level: Level) -> Beam | Scores:
-        """Return the beam extended by one tree level, or only its scores; see ``Level.grown``."""
+        """Return the beam extended by one tree level, or the scores of that level if choosing its
+        nodes needs the requests' sampling noise or grammars; see ``Level.grown``.
+        """
         depth = len(level.sizes) - 1
         states = level.inherited_states
         scores: Scores = self.head.after(level.tokens, outputs[:, depth], states, depth)

@@ -70,8 +70,8 @@ class DFlashHead(Head):
 
         Args:
             config: a Qwen3 config with ``block_size``, ``mask_token_id`` and ``target_layer_ids``
-                (numbers of layers) or ``aux_hidden_state_layer_ids`` (of hidden states), at its top
-                level or in ``dflash_config``.
+                (indices of target layers) or ``aux_hidden_state_layer_ids`` (indices in the
+                target's output_hidden_states), at its top level or in ``dflash_config``.
             embed_tokens: the target's embeddings; None: the head has its own.
             lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
 
@@ -337,11 +337,11 @@ class SequentialHead(DFlashHead):
     """Base of block heads that correct each prediction by the token drafted before it.
 
     One forward returns logits and hidden states for all positions of a block. :meth:`after` then
-    corrects them level by level for each node of the draft tree, so that children of sibling nodes
-    get different probabilities."""
+    corrects them level by level for each node of the draft tree, so that the probabilities of a
+    node's children depend on the node."""
 
     drafter_class = SequentialBlockDrafter
-    is_recurrent: bool = False  # each draft node has a recurrent state, computed from its parent's
+    is_recurrent: bool = False  # draft nodes have states, computed from the state of the parent
 
     @property
     def output_size(self) -> int:

@@ -22,8 +22,8 @@ class DominoHead(SequentialHead):
     """DFlash network with a GRU that reads the tokens from the root to a node, by which the logits
     of the node's children are corrected.
 
-    The config has ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len`` (number of first
-    positions that are not corrected) besides the settings of DFlash.
+    The config has ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len`` (number of
+    leading positions that are not corrected) besides the settings of DFlash.
     """
 
     kind = "Domino"

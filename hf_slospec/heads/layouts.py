@@ -183,7 +183,7 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
     sequential = _sequential_settings(source, fields | nested, tensors)
     is_sequential = bool(sequential["markov_rank"] or sequential["enable_confidence_head"])
     kind: type[DFlashHead] = DSparkHead if is_sequential else DFlashHead
-    # is_shifted: default of sample_from_anchor, so that the root's block token makes the first
+    # is_shifted: default of sample_from_anchor; if True, the root's block token makes the first
     # prediction. DSpark configs leave the setting out, except those of speculators; Domino configs
     # name it shift_label.
     is_shifted = is_sequential or projector == "dspark" or checkpoint.is_named("dspark")

@@ -26,8 +26,8 @@ class DraftHead(Head):
 
     The head processes entries, each of which has a slot in its K/V cache. Entry i takes the
     target's hidden state (feature) of token i and the embedding of token i + 1, and predicts token
-    i + 2. A draft node's parent may have no feature yet; the hidden state that the head returned
-    for the parent's entry then takes its place."""
+    i + 2. A draft node's entry would need the feature of its parent, which is not known yet; the
+    hidden state that the head returned for the parent's entry takes its place."""
 
     drafter_class = HeadDrafter
 

@@ -178,8 +178,8 @@ class _SharedKVForward(AttentionHook):
 class SharedKVDrafter(Drafter):
     """Drafts by beam search with an assistant that reads the target's K/V and caches none itself.
 
-    For each request, it stores the target's hidden state of the last committed token but one, which
-    the root takes.
+    For each request, it stores the target's hidden state of the token before the root, which is an
+    input of the root.
     """
 
     feature_layers = (LAST_HIDDEN,)

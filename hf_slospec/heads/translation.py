@@ -31,12 +31,13 @@ MIN_COMMON = 0.01  # least share of the smaller vocabulary that the other one mu
 # Longest token, in bytes, that is tried when bytes are looked up without the tokenizer.
 MAX_PIECE = 8
 ROLES = ("bos_token_id", "eos_token_id")  # special tokens that are common whatever their names
-# Codec error handler that decodes invalid bytes to lone surrogates, and the pattern of those.
+# KEEP_INVALID: codec error handler that decodes invalid UTF-8 bytes to lone surrogates, which
+# INVALID matches.
 INVALID = re.compile(r"([\udc80-\udcff]+)")
 KEEP_INVALID = "surrogateescape"
 
-# By which tokens of two vocabularies are compared: the bytes of a token's text, or the name of a
-# special token.
+# Key by which tokens of two vocabularies are compared: the bytes of a token's text, or the name of
+# a special token.
 Key = bytes | str
 
 
@@ -131,7 +132,7 @@ class Stretch(NamedTuple):
     """Translation of consecutive target tokens."""
 
     tokens: list[int]  # ids of the draft model
-    cuts: list[Cut]  # in ascending order, counted from the start of the stretch, which is the first
+    cuts: list[Cut]  # in ascending order, numbers counted from the first cut, the stretch's start
 
 
 class TokenTranslation:
