@@ -1,5 +1,5 @@
-"""Plugin for models that the core's packed forward does not fit: models with recurrent states, with
-attention in their own code or over an encoder's outputs, and tensor-parallel models.
+"""Plugin for models that the core's packed forward cannot run: models with recurrent states,
+encoder-decoders, models that compute attention in their own code, and tensor-parallel models.
 """
 
 

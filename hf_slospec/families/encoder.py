@@ -62,8 +62,8 @@ class EncoderInputs:
 
         Args:
             model: the target.
-            inputs: the encoder's main input, one row per prompt, which a draft with an encoder of
-                its own encodes, too.
+            inputs: the encoder's main input, one row per prompt; needed for a draft model whose
+                encoder differs from the target's.
             model_kwargs: stock ``generate``'s keyword arguments for the target, with
                 ``encoder_outputs`` for every row (several rows per prompt if it returns several
                 sequences).
@@ -75,7 +75,7 @@ class EncoderInputs:
         self._inputs = inputs
         self._outputs: torch.Tensor = model_kwargs["encoder_outputs"][0]  # [batch, length, hidden]
         self._mask: torch.Tensor | None = model_kwargs.get("attention_mask")
-        # Whisper's mask covers audio frames, of which the outputs are fewer.
+        # Whisper's mask is longer than the encoder outputs, as it covers mel frames.
         is_of_outputs = self._mask is not None and self._mask.shape == self._outputs.shape[:2]
         if is_of_outputs and not bool(model_kwargs["attention_mask"].any(-1).all()):
             raise UnsupportedInputError(

@@ -179,8 +179,8 @@ class GatheredForward(GatheredHook):
         )
 
     def update_indexer(self, index_keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Write the keys of a layer's indexer for the new tokens to the pool, and return those of
-        all visible slots.  [1, num_tokens, dim] -> [1, num_keys, dim]
+        """Write the new tokens' keys of a layer's indexer to the pool, and return the indexer keys
+        of all visible slots.  [1, num_tokens, dim] -> [1, num_keys, dim]
         """
         stored = self.pool.index_keys[layer_idx]
         assert stored is not None, "the probe saw no indexer in this layer"

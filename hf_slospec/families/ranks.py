@@ -175,7 +175,7 @@ class SplitRanks(Ranks):
 
 
 class Orders:
-    """Channel by which the first of some processes sends orders to the others.
+    """Channel by which the first process of a group sends orders to the other processes.
 
     It has a gloo process group, as a GPU that waited in an NCCL collective would be busy."""
 

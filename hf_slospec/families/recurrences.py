@@ -73,8 +73,8 @@ def linear_recurrence(
         nodes.
     """
     if earlier is None and value.is_cpu and bool((is_lost := value[:, 0, :, 0].isnan()).any()):
-        # The mask multiplies by 0, and 0 times NaN is NaN: one sequence's or branch's NaN would
-        # spread to others. So the nodes with NaN values are computed as zeros, and NaN is then set
+        # The mask multiplies by 0, and 0 times NaN is NaN: NaN in one branch would spread to other
+        # branches of the tree. So nodes with NaN values are computed as zeros, and NaN is then set
         # at these nodes and their descendants.
         q, k, v, decay = (
             each.masked_fill(is_lost[:, None, :, None], 0.0) for each in (query, key, value, decay)

@@ -72,7 +72,7 @@ class StateHook(AttentionHook):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Return a convolution's inputs unchanged; the mixer prepends those of earlier tokens."""
+        """Return a convolution's inputs unchanged; the mixer prepends earlier tokens' inputs."""
         self._layer = layer_idx
         return conv_states
 
@@ -117,8 +117,8 @@ _has_states_only = WeakKeyDictionary[Any, bool]()
 class RecurrentStates(SequenceStates):
     """States after the first ``length`` tokens of a sequence, and the updates of later tokens.
 
-    Tokens that a step has staged are kept as updates until :meth:`take_in` applies those of the
-    committed ones. State tensors are never written in place, so that sequences may share them."""
+    The tokens that a step stages are stored as updates. After a commit, :meth:`take_in` applies the
+    updates of the committed tokens. State tensors are never written in place, so that sequences may share them."""
 
     length: int = 0
     states: dict[Key, torch.Tensor] = field(default_factory=dict)

@@ -72,8 +72,8 @@ class DFlashHead(Head):
             config: a Qwen3 config with ``block_size``, ``mask_token_id`` and ``target_layer_ids``
                 (indices of target layers) or ``aux_hidden_state_layer_ids`` (indices in the
                 target's output_hidden_states), at its top level or in ``dflash_config``.
-            embed_tokens: the target's embeddings; None: the head has its own.
-            lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
+            embed_tokens: the target's embeddings to share; None: create embeddings for the head.
+            lm_head: the target's lm_head to share; None: create one for the head.
 
         Raises:
             UnsupportedModelError: the config has settings that are not supported.

@@ -156,8 +156,9 @@ class DFlash2Head(SequentialHead):
         self.num_candidates = min(int(config.selector_top_k), self.draft_vocab_size)
 
     def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
-        # A token follows one of its own block if it is a mask token with a mask token next to it.
-        # (A single mask token occurs only in trials, whose tokens are not blocks.)
+        # A token and the token before it are in the same block if the token is a mask token with a
+        # mask token next to it. (Trials of forwards run tokens that form no block; there, a mask
+        # token does not have another one next to it.)
         is_mask = input_ids == self.mask_token_id
         return {"is_behind": is_mask & (pad(is_mask, (1, 0))[:, :-1] | pad(is_mask, (0, 1))[:, 1:])}
 

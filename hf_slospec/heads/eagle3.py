@@ -112,8 +112,8 @@ class Eagle3Head(DraftHead):
         Args:
             config: config of the layers; its ``vocab_size`` is the target's.
             settings: settings that the config has no fields for.
-            embed_tokens: the target's embeddings; None: the head has its own.
-            lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
+            embed_tokens: the target's embeddings to share; None: create embeddings for the head.
+            lm_head: the target's lm_head to share; None: create one for the head.
         """
         super().__init__(config)
         size = config.hidden_size

@@ -104,7 +104,7 @@ def load_head(path: str, target: PreTrainedModel) -> Any:
 def renamed(tensors: Mapping[str, torch.Tensor], renames: Renames) -> dict[str, torch.Tensor]:
     """Return the tensors with ``renames`` applied to their names.
 
-    A tensor keeps its old name if its new name is already that of another tensor.
+    A tensor keeps its old name if another tensor already has the new name.
     """
     result = {}
     for name, tensor in tensors.items():

@@ -202,8 +202,8 @@ class SharedKVDrafter(Drafter):
         )
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        # Requests of which all tokens but the root have K/V, and the last of those has its feature;
-        # the others get trees of a root only.
+        # A request is ready if all its tokens but the root have K/V in the target's cache, and the
+        # feature of the token before the root is stored; other requests get trees of a root only.
         ready = [
             request
             for request in requests

@@ -292,7 +292,8 @@ class TokenTranslation:
         """Return the cuts within a run of tokens and its translation; the last one is their end.
 
         Token boundaries are matched by the number of bytes after them, as the start may differ by a
-        space. Where a tokenizer has normalised characters, only the equal bytes at the end count.
+        space. If a tokenizer has normalised characters, boundaries before the last difference are
+        not matched.
         """
         texts = self.target.texts(tokens), self.draft.texts(translated)
         target, draft = (
