@@ -117,8 +117,9 @@ _has_states_only = WeakKeyDictionary[Any, bool]()
 class RecurrentStates(SequenceStates):
     """States after the first ``length`` tokens of a sequence, and the updates of later tokens.
 
-    The tokens that a step stages are stored as updates. After a commit, :meth:`take_in` applies the
-    updates of the committed tokens. State tensors are never written in place, so that sequences may share them."""
+    The tokens that a step stages are stored as updates. After a commit, :meth:`take_in` applies
+    the updates of the committed tokens. State tensors are never written in place, so that
+    sequences may share them."""
 
     length: int = 0
     states: dict[Key, torch.Tensor] = field(default_factory=dict)
