@@ -1,8 +1,12 @@
-"""Models whose layers keep states, attend by themselves or to an encoder, or are split over processes."""
+"""Plugin for models that the core's packed forward cannot run: models with recurrent states,
+encoder-decoders, models that compute attention in their own code, and tensor-parallel models.
+"""
 
 
 def register() -> None:
-    """Add the families, in the order in which models are probed, and split models."""
+    """Set the model families, in the order in which models are probed, and add the detection of
+    tensor-parallel models.
+    """
     from hf_slospec.families.encoder import EncoderDecoders
     from hf_slospec.families.gathered import Gathered
     from hf_slospec.families.ranks import split_ranks_of

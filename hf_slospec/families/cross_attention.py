@@ -1,5 +1,7 @@
-"""Cross-attention of a packed batch: every token attends to the encoder's outputs for its own
-sequence.
+"""Hooks for decoders with cross-attention: in packed forwards, each token attends to the encoder
+outputs of its sequence.
+
+``encoder.py`` holds the encoder outputs of a call.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from hf_slospec.model.properties import cache_option
 
 
 class _Placeholders(dict[int, Any]):
-    """Stands for K and V of the encoder in each layer, which differ by sequence; layers pass them
-    to attention.
+    """Stand-in for the layers of a cross-attention cache.
+
+    A layer reads a placeholder as its K and V and passes it to attention, where the hook recognises
+    it and uses each sequence's K and V instead.
     """
 
     def __missing__(self, layer_idx: int) -> Any:
@@ -36,13 +40,13 @@ class _Placeholders(dict[int, Any]):
         return self[layer_idx]
 
     def layer_of(self, key: torch.Tensor) -> int | None:
-        """Return the layer whose placeholder this is; None if it is none."""
+        """Return the index of the layer whose placeholder ``key`` is; None for other tensors."""
         return next((layer for layer, held in self.items() if held.keys is key), None)
 
 
 class _Updated(dict[int, bool]):
-    """Says that K and V of the encoder's outputs are cached in every layer, so that none computes
-    them.
+    """Stand-in for ``EncoderDecoderCache.is_updated``: True for every layer, so that all read
+    cached cross-attention K and V instead of computing them.
     """
 
     def get(self, *_: Any) -> bool:
@@ -50,26 +54,24 @@ class _Updated(dict[int, bool]):
 
 
 class _TwoCaches(AttentionHook, EncoderDecoderCache):  # type: ignore[misc]  # lengths are tensors, too
-    """Cache of a decoder's own tokens, and one of its encoder's outputs; transformers reads these
-    to build masks.
-    """
+    """Base of hooks that layers take for an ``EncoderDecoderCache``."""
 
-    is_sliding = is_linear = is_dummy = ()
+    is_sliding = is_linear = is_dummy = ()  # transformers reads these to build masks
 
     def __bool__(self) -> bool:
         return True
 
 
 class DecoderForward(_TwoCaches):
-    """Hook of a decoder with cross-attention, around that of its own tokens."""
+    """Hook of a decoder with cross-attention, which passes self-attention on to an inner hook."""
 
     def __init__(self, inner: AttentionHook, spans: Sequence[Span] = ()):
         """Begin a forward.
 
         Args:
-            inner: hook of the decoder's own tokens.
-            spans: the sequences of the packed batch, with what they attend to; none:
-                cross-attention is zero.
+            inner: hook for self-attention.
+            spans: sequences of the packed batch, whose ``encoded`` cross-attention reads; empty:
+                cross-attention returns zeros.
         """
         self.self_attention_cache: Any = inner
         self.positions = inner.positions
@@ -82,11 +84,9 @@ class DecoderForward(_TwoCaches):
         return self.self_attention_cache.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the hook of the decoder's own tokens does."""
         return self.self_attention_cache.get_mask_sizes(*arguments, **options)
 
     def get_query_offset(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the hook of the decoder's own tokens does."""
         return self.self_attention_cache.get_query_offset(*arguments, **options)
 
     def build_mask(self, name: str, plain: Callable[..., Any], **options: Any) -> Any:
@@ -94,7 +94,8 @@ class DecoderForward(_TwoCaches):
 
     def arguments(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
         options = super().arguments(model, options)
-        mask = options["attention_mask"]  # the hook has what layers need of the outputs
+        # Layers do not read the encoder outputs, as the hook provides K and V: zeros will do.
+        mask = options["attention_mask"]
         return decoder_arguments(model, options, torch.zeros(1, 1, 1, device=mask.device), mask)
 
     def check_attended(self) -> None:
@@ -109,7 +110,9 @@ class DecoderForward(_TwoCaches):
         mask: torch.Tensor | None,
         plain: PlainAttention,
     ) -> torch.Tensor:
-        """Return attention to the tokens of the batch, or to the encoder's outputs."""
+        """Compute cross-attention if ``key`` is a placeholder, else self-attention by the inner
+        hook.
+        """
         layer_idx = self._placeholders.layer_of(key)
         if layer_idx is None:
             inner: AttentionHook = self.self_attention_cache
@@ -137,14 +140,16 @@ class DecoderForward(_TwoCaches):
 
 
 class EncodedCache(_TwoCaches):
-    """Hook of a plain forward of one token per row, which keeps its K and V of the encoder's outputs.
+    """Hook that records each layer's K and V of the encoder outputs, in a forward of one token per
+    row.
 
-    These depend on no token of the decoder, so attention returns zeros.
+    They do not depend on the decoder's tokens, so attention just returns zeros.
     """
 
     def __init__(self) -> None:
         self.encoded: Encoded = {}  # K and V by layer, [batch, num_heads, length, dim]
-        self.allowed: torch.Tensor | None = None  # [batch, length] bool; None: all
+        # [batch, length] bool, True = may be attended to; None: all
+        self.allowed: torch.Tensor | None = None
         self.self_attention_cache: Any = SimpleNamespace(
             update=lambda key, value, *_, **__: (key, value),
             get_seq_length=lambda *_: 0,
@@ -168,13 +173,10 @@ class EncodedCache(_TwoCaches):
         mask: torch.Tensor | None,
         plain: PlainAttention,
     ) -> torch.Tensor:
-        """Keep the mask of a layer's cross-attention; return zeros, [batch, 1, num_heads,
-        head_dim].
-        """
+        """Record the mask of cross-attention, and return zeros, [batch, 1, num_heads, head_dim]."""
         if mask is not None and any(cached is key for cached, _ in self.encoded.values()):
-            by_row = (
-                mask.flatten(1, -2)[:, 0] if mask.ndim > 2 else mask
-            )  # the same for all heads and queries
+            # A mask with head and query dimensions is the same for all heads and queries.
+            by_row = mask.flatten(1, -2)[:, 0] if mask.ndim > 2 else mask
             self.allowed = by_row if by_row.dtype == torch.bool else by_row == 0
         return torch.zeros_like(query.transpose(1, 2))
 
@@ -185,11 +187,14 @@ def decoder_arguments(
     outputs: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return arguments of a decoder's forward, by the names that its encoder-decoder has for them.
+    """Return a decoder's arguments under the names that the whole encoder-decoder's forward uses
+    (``decoder_input_ids`` and so on), together with the encoder outputs.
 
     Args:
-        outputs: the encoder's outputs, [batch, length, hidden].
-        mask: [batch, length]; None: all of them are attended to.
+        model: an encoder-decoder, or a decoder whose names need no change.
+        options: the decoder's arguments by name.
+        outputs: [batch, length, hidden], the encoder outputs.
+        mask: [batch, length], attention mask over the encoder outputs; None: all are attended to.
     """
     options = options | {"encoder_outputs": BaseModelOutput(last_hidden_state=outputs)}
     if not model.config.is_encoder_decoder:
@@ -206,14 +211,16 @@ def decoder_arguments(
 def encode(
     model: Any, outputs: torch.Tensor, mask: torch.Tensor | None = None
 ) -> tuple[list[Encoded], Encoded]:
-    """Return K and V of an encoder's outputs, as the model's own layers compute them in a forward
-    of one token.
+    """Compute the cross-attention K and V of encoder outputs, in a forward of one decoder token.
 
-    The arguments are those of :func:`decoder_arguments`.
+    Args:
+        model: the model whose decoder layers compute K and V.
+        outputs: [batch, length, hidden], the encoder outputs.
+        mask: [batch, length], attention mask over the encoder outputs; None: all are attended to.
 
     Returns:
-        Those of each row without what its mask leaves out, and by layer those of all rows,
-        [batch, num_heads, length, dim].
+        For each row, K and V by layer without masked outputs, [num_heads, row_length, dim]; and K
+        and V by layer for all rows, masked outputs included, [batch, num_heads, length, dim].
     """
     cache = EncodedCache()
     zeros = torch.zeros(len(outputs), 1, dtype=torch.int64, device=outputs.device)

@@ -1,4 +1,8 @@
-"""Calls of encoder-decoders: what the decoders of target and draft attend to, for every row."""
+"""Model family of encoder-decoders, and the encoder outputs of one ``generate`` call, which the
+decoders of target and draft attend to.
+
+``cross_attention.py`` computes the cross-attention.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +22,23 @@ from hf_slospec.model.family import ModelFamily
 from hf_slospec.model.probe import InterfaceProbe, probed
 from hf_slospec.model.properties import attends_to_encoder, given_cache
 
+# Keys of the model_kwargs of stock generate that belong to the encoder, not to the decoder.
 ENCODER_INPUTS = {
     "encoder_outputs",
     "attention_mask",
     "inputs_embeds",
-}  # what stock passes on for the encoder
-# Draft -> targets whose encoder has the same weights; a wrong entry, after training, costs
-# acceptance only.
+}
+# Draft model -> targets whose encoder has the same weights. Entries are not checked again: if
+# weights change, drafts get worse, but outputs stay correct.
 _same_encoder = WeakKeyDictionary[Any, "WeakSet[Any]"]()
 
 
 def decoder_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what stock ``generate`` prepared for the decoder, by the names that decoder-only
-    models have for it.
+    """Return the decoder's part of stock ``generate``'s ``model_kwargs``, under the names that
+    decoder-only models use (without ``decoder_``, and with the self-attention cache).
 
     Raises:
-        UnsupportedOptionError: it cannot be speculated.
+        UnsupportedOptionError: ``decoder_inputs_embeds`` is set, which cannot be speculated.
     """
     if model_kwargs.get("decoder_inputs_embeds") is not None:
         raise UnsupportedOptionError(
@@ -47,37 +52,43 @@ def decoder_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class EncoderInputs:
-    """The encoder's inputs and outputs of one call; each decoder's K and V of them are computed
-    once.
+    """The encoder's inputs and outputs of one ``generate`` call.
+
+    K and V of the outputs are computed once for each decoder that attends to them.
     """
 
     def __init__(self, model: PreTrainedModel, inputs: Any, model_kwargs: dict[str, Any]):
-        """Keep what stock ``generate`` prepared.
+        """Keep the inputs and outputs that stock ``generate`` prepared.
 
         Args:
             model: the target.
-            inputs: the encoder's main input for every prompt, as another encoder takes it.
-            model_kwargs: of the target's decoder, with ``encoder_outputs`` for every row.
+            inputs: the encoder's main input, one row per prompt; needed for a draft model whose
+                encoder differs from the target's.
+            model_kwargs: stock ``generate``'s keyword arguments for the target, with
+                ``encoder_outputs`` for every row (several rows per prompt if it returns several
+                sequences).
 
         Raises:
-            UnsupportedInputError: the attention mask leaves nothing to attend to.
+            UnsupportedInputError: the attention mask masks all inputs of a row.
         """
         self._model = model
         self._inputs = inputs
         self._outputs: torch.Tensor = model_kwargs["encoder_outputs"][0]  # [batch, length, hidden]
         self._mask: torch.Tensor | None = model_kwargs.get("attention_mask")
-        is_of_outputs = (
-            self._mask is not None and self._mask.shape == self._outputs.shape[:2]
-        )  # Whisper's is not
+        # Whisper's mask is longer than the encoder outputs, as it covers mel frames.
+        is_of_outputs = self._mask is not None and self._mask.shape == self._outputs.shape[:2]
         if is_of_outputs and not bool(model_kwargs["attention_mask"].any(-1).all()):
             raise UnsupportedInputError(
                 "attention_mask leaves out all of a row; give its encoder at least one input"
             )
-        self._rows: dict[int, list[Encoded]] = {}  # by id of a model, which the call refers to
-        self._of_target: Encoded = {}  # of all rows
+        # K and V of each row, by id() of a model; the call keeps the models alive.
+        self._rows: dict[int, list[Encoded]] = {}
+        self._of_target: Encoded = {}  # the target's K and V of all rows: [batch, ...]
 
     def of_row(self, row: int) -> Callable[[Any], Encoded | None]:
-        """Return the function that returns what a model's decoder attends to for one row."""
+        """Return a function that maps a model to the K and V that its decoder attends to for this
+        row; to None if the model has no cross-attention.
+        """
         return functools.partial(self._encoded, row)
 
     def _encoded(self, row: int, model: Any) -> Encoded | None:
@@ -91,8 +102,9 @@ class EncoderInputs:
 
     @torch.no_grad()
     def _outputs_for(self, model: Any) -> torch.Tensor:
-        """Return the encoder's outputs for a decoder, by the draft's own encoder if it differs from
-        the target's.
+        """Return the encoder outputs that a model's decoder attends to.
+
+        A draft whose encoder has other weights than the target's encodes the inputs itself.
         """
         if model is self._model:
             return self._outputs
@@ -108,8 +120,8 @@ class EncoderInputs:
         return outputs.repeat_interleave(num_rows, dim=0)
 
     def fill(self, model_kwargs: dict[str, Any]) -> Any:
-        """Add K and V of the encoder's outputs to the cache that stock prepared, as stock does, and
-        return it.
+        """Fill the cross-attention part of the cache in ``model_kwargs`` with the target's K and V
+        of the encoder outputs, as stock ``generate`` would, and return the cache.
         """
         _, cache = given_cache(model_kwargs)
         for layer_idx, (keys, values) in self._of_target.items():
@@ -119,7 +131,9 @@ class EncoderInputs:
 
 
 def _has_encoder_of(draft: Any, target: Any) -> bool:
-    """Return whether two encoder-decoders have the same encoder, as distilled ones do."""
+    """Return whether the encoders of two models have equal weights, as when the draft is distilled
+    with a frozen encoder.
+    """
     targets = _same_encoder.setdefault(draft, WeakSet())
     if target not in targets:
         weights, target_weights = (model.get_encoder().state_dict() for model in (draft, target))
@@ -132,7 +146,7 @@ def _has_encoder_of(draft: Any, target: Any) -> bool:
 
 
 class EncoderDecoders(ModelFamily):
-    """Encoder-decoders, and decoders that take the outputs of another model's encoder."""
+    """Encoder-decoders, and decoders with cross-attention over another model's encoder outputs."""
 
     attends_to_encoder = True
 

@@ -1,9 +1,8 @@
-"""Packed forwards of models whose layers compute attention in their own code, where it cannot be
-replaced.
+"""Model family whose layers compute attention in their own code, where it cannot be replaced.
 
-The layers get the K and V of all visible slots of all sequences, and a mask of the whole batch. A
-layer therefore computes num_tokens * num_keys scores, of which those for keys of other sequences
-are masked."""
+In a packed forward, each layer gets K and V of all visible slots of all sequences, and one mask for
+the whole batch. It therefore computes num_tokens * num_keys scores, of which the scores between
+different sequences are masked."""
 
 from __future__ import annotations
 
@@ -36,13 +35,14 @@ from hf_slospec.model.properties import (
     refused_if_it_fails,
 )
 
-MaskFunction = Callable[
-    ..., torch.Tensor
-]  # (batch, head, query and key indices) -> True = may attend
+# transformers' mask function: (batch, head, query, key indices) -> bool, True = may attend
+MaskFunction = Callable[..., torch.Tensor]
 
 
 class GatheredHook(AttentionHook):
-    """Hook of layers that attend by their own code, with transformers' masks."""
+    """Base of hooks for layers that attend in their own code: it replaces only their cache, and the
+    masks that transformers builds.
+    """
 
     only_masks = True
     positions: Positions
@@ -55,8 +55,11 @@ class GatheredHook(AttentionHook):
         return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
-        """Return the forward's mask for layers with this mask function, which also applies their
-        window.
+        """Return the mask of the forward for layers with this mask function.
+
+        Args:
+            mask_function: applies to positions, and already includes the layers' window.
+            window: the layers' sliding window or chunk; None: unlimited.
 
         Returns:
             [num_tokens, num_keys] bool, True = may attend.
@@ -65,7 +68,7 @@ class GatheredHook(AttentionHook):
 
     def arguments(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
         if any(name.endswith("token_type_ids") for name, _ in model.named_buffers()):
-            # The buffer may be shorter than a packed batch.
+            # Models otherwise slice this buffer to the forward's length, and it may be shorter.
             options["token_type_ids"] = torch.zeros_like(self.positions.of_tokens)
         return options
 
@@ -79,32 +82,33 @@ class GatheredHook(AttentionHook):
 
     @property
     def num_earlier(self) -> int:
-        """Number of keys before the batch's."""
+        """Number of gathered keys of earlier tokens, which precede the keys of the forward."""
         return self._num_keys - self.positions.of_tokens.shape[1]
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
         return self.num_earlier
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the number of keys, and the index of the first one."""
+        """Return the number of keys, and 0 as the index of the first one."""
         return self._num_keys, 0
 
 
 @dataclass(frozen=True, eq=False)
 class GatheredPlan(Plan):
-    """Keys of a packed batch: those of earlier tokens, sequence after sequence, then those of the
-    batch in its order.
+    """K/V slots that a packed batch attends to: slots of earlier tokens, sequence by sequence, then
+    slots of the new tokens in the order of the batch.
 
-    A single sequence has them in the same order, so a causal mask by index that a layer adds hides
-    no visible key."""
+    With a single sequence, this is the order of its tokens. Some layers also apply a causal mask by
+    index; in this order, it hides no key that a token should see."""
 
     slots: torch.Tensor  # [num_keys] int64
-    earlier_positions: torch.Tensor  # [num_earlier] int64
-    seen: torch.Tensor  # [num_tokens, num_keys] bool: keys that each token sees without a window
+    earlier_positions: torch.Tensor  # [num_earlier] int64, positions of the earlier tokens
+    # [num_tokens, num_keys] bool, True where the key is visible to the token, windows aside
+    seen: torch.Tensor
 
 
 def plan_gathered(batch: PackedBatch) -> GatheredPlan:
-    """Return the keys of a batch, made where its masks are."""
+    """Return the slots and the visibility mask of a batch, on the device of its masks."""
     device = batch.spans[0].staged_mask.device
     slots = list[torch.Tensor]()
     positions = list[torch.Tensor]()
@@ -115,9 +119,9 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
     visible_keys = torch.zeros(
         num_tokens, num_earlier + num_tokens, dtype=torch.bool, device=device
     )
-    begin = 0  # first column with earlier keys of the sequence
+    begin = 0  # first column of visible_keys for the sequence's earlier tokens
     for span, visible in zip(batch.spans, batch.visible, strict=True):
-        num_staged = span.num_staged - span.num_tokens  # by earlier forwards
+        num_staged = span.num_staged - span.num_tokens  # by earlier forwards of this step
         committed_end = begin + span.sequence.length
         end = committed_end + num_staged
         rows = visible_keys[span.begin : span.end]
@@ -132,7 +136,8 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
             span.staged_positions[:num_staged],
         )
         begin = end
-    is_seen = visible_keys[:, :num_earlier].any(0)  # a mask would not keep out NaN in other slots
+    # Slots that no token sees are left out: they may hold NaN, which masks do not keep out.
+    is_seen = visible_keys[:, :num_earlier].any(0)
     is_gathered = F.pad(is_seen, (0, num_tokens), value=True)
     slots.append(plan_own(batch).slots)
     return GatheredPlan(
@@ -143,16 +148,14 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
 
 
 class GatheredForward(GatheredHook):
-    """One forward of a packed batch: the cache of a model whose layers compute attention in their
-    own code.
-    """
+    """Hook of one packed forward, which the model receives as its cache."""
 
     def __init__(self, pool: KVPool, batch: Plans, position_ids: torch.Tensor):
         """Begin a forward.
 
         Args:
-            pool: storage of the batch's sequences.
-            batch: its plans.
+            pool: K/V pool of the batch's sequences.
+            batch: plans of the batch, which are made on first use.
             position_ids: [1, num_tokens] int64.
         """
         self.pool = pool
@@ -166,8 +169,8 @@ class GatheredForward(GatheredHook):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stage a layer's K and V of the batch, and return those of all keys, each [1,
-        num_kv_heads, num_keys, dim].
+        """Write a layer's K and V of the new tokens to the pool, and return K and V of all visible
+        slots, each [1, num_kv_heads, num_keys, dim].
         """
         keys = self.pool.keys[layer_idx]
         values = self.pool.values[layer_idx]
@@ -176,22 +179,23 @@ class GatheredForward(GatheredHook):
         )
 
     def update_indexer(self, index_keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Stage keys [1, num_tokens, dim] of a layer's indexer, and return those of all keys.  ->
-        [1, num_keys, dim]
+        """Write the new tokens' keys of a layer's indexer to the pool, and return the indexer keys
+        of all visible slots.  [1, num_tokens, dim] -> [1, num_keys, dim]
         """
         stored = self.pool.index_keys[layer_idx]
         assert stored is not None, "the probe saw no indexer in this layer"
         return self._staged(stored, index_keys[0].unsqueeze(1))[:, 0]
 
     def _staged(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Write ``new`` [num_tokens, num_heads, dim] and return all visible slots.  -> [1,
-        num_heads, num_keys, dim]
+        """Write ``new`` to the new tokens' slots, and return the content of all visible slots.
+
+        [num_tokens, num_heads, dim] -> [1, num_heads, num_keys, dim]
         """
         stored.index_copy_(0, self.batch.plan(plan_own, stored.device).slots, new)
         return stored[self.batch.plan(plan_gathered, stored.device).slots].transpose(0, 1)[None]
 
     def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
-        """Return the keys that each token sees and the mask function allows at their positions."""
+        """Return which keys are visible to each token and allowed by the mask function."""
         assert self.positions.of_keys is not None
         zero = self.positions.of_keys.new_zeros(())
         rule = mask_function(
@@ -201,16 +205,16 @@ class GatheredForward(GatheredHook):
 
 
 class GatheredProbe(GatheredHook):
-    """Cache and masks for one forward of one token with the model's own attention."""
+    """Probe that records, in a forward of one token, what layers store and which masks they use."""
 
     def __init__(self, position_ids: torch.Tensor) -> None:
         self.positions = Positions(position_ids, position_ids[0])
         self._shapes: dict[int, LayerShape] = {}
-        self._windows: set[int | None] = set()  # windows of the masks that were built
-        self._counting: set[int] = set()  # layers that ask for the number of cached tokens
+        self._windows: set[int | None] = set()  # windows of the masks that were built; None: full
+        self._counting: set[int] = set()  # indices of layers that ask for the cache's length
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
-        """Record the layer that asks; see :meth:`GatheredHook.get_seq_length`."""
+        """Record that the layer asks for the cache's length, and return it."""
         if layer_idx is not None:
             self._counting.add(layer_idx)
         return super().get_seq_length(layer_idx)
@@ -218,7 +222,7 @@ class GatheredProbe(GatheredHook):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the shapes of a layer's K and V, each [1, num_kv_heads, 1, dim], and return them."""
+        """Record the shapes of a layer's K and V, [1, num_kv_heads, 1, dim], and return both."""
         index_key = self._shapes[layer_idx].index_key if layer_idx in self._shapes else None
         self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value), index_key)
         return key, value
@@ -231,14 +235,16 @@ class GatheredProbe(GatheredHook):
         return index_keys
 
     def allowed(self, mask_function: Any, window: int | None) -> torch.Tensor:
-        """Record the window of a mask; see :meth:`GatheredHook.allowed`."""
+        """Record the window of a mask, and return a mask [1, 1] for the probe's only token."""
         check_mask_function(mask_function)
         self._windows.add(window)
         return torch.ones(1, 1, dtype=torch.bool, device=self.positions.of_tokens.device)
 
     def layers(self, model: Any) -> list[AttentionLayer]:
-        """Return the layers by index, or raise UnsupportedModelError if they cannot attend to
-        gathered keys.
+        """Return the model's layers in order of their indices.
+
+        Raises:
+            UnsupportedModelError: the layers cannot attend to gathered keys.
         """
         indices = sorted(self._shapes)
         if not indices or indices != list(range(len(indices))):
@@ -277,18 +283,19 @@ class GatheredProbe(GatheredHook):
 
 
 def _is_mask_by_slot(buffer: torch.Tensor) -> bool:
-    """Return whether a buffer is a square mask, as layers that index masks by slots have."""
+    """Return whether a buffer is a square mask, which a layer would index by slot, not position."""
     is_mask = buffer.dtype in (torch.bool, torch.uint8) and buffer.dim() > 1
     return is_mask and buffer.shape[-2] == buffer.shape[-1] > 1
 
 
 class Gathered(ModelFamily):
-    """Models whose layers attend by their own code, over K and V gathered for them."""
+    """Models whose layers attend in their own code, over K and V gathered from the pool."""
 
     kinds = (*DECODER.kinds, *STATE_KINDS, "indexed_attention")
 
     def claims(self, model: Any) -> bool:
-        # States can be restored, and encoders attended to, through the interface only.
+        # Recurrent states and cross-attention work only through transformers' attention interface,
+        # so stateful models of known layer types and encoder-decoders are left to other families.
         needs_interface = getattr(model, "_is_stateful", False) and set(layer_types(model)) <= {
             *DECODER.kinds,
             *STATE_KINDS,

@@ -1,4 +1,4 @@
-"""Groups of a packed batch's sequences whose tokens are mixed by one call."""
+"""Hook that computes the mixers (convolutions, recurrences) of a packed batch, group by group."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from hf_slospec.model.attention.forward import PackedForward
 from hf_slospec.model.batch import Span
 from hf_slospec.model.transfer import to_device
 
-# Longer chains are computed by the layers' own functions, in chunks, so that the work grows
-# linearly with their length.
+# Tokens. Longer chains (prefill chunks) are computed by transformers' mixers, whose work grows
+# linearly with the length; the work of the recurrences over trees is quadratic.
 MAX_AT_ONCE = 32
 
 
 @dataclass(eq=False)
 class Group:
-    """Sequences whose tokens are mixed by one call: trees of one size, or a single long chain."""
+    """Sequences that a mixer handles in one call: trees of the same size, or one long chain."""
 
     states: list[RecurrentStates]
-    # [batch, N, S] bool, True = an ancestor of the token, or itself; see recurrences
+    # [batch, N, S] bool, True = an ancestor of the token, or itself; see recurrences.py
     mask: torch.Tensor
     rows: torch.Tensor  # [batch * N] int64, indices of the tokens in the packed batch
     is_long_chain: bool
@@ -55,43 +55,43 @@ class Group:
 
     @cached_property
     def parents(self) -> list[list[int]]:
-        """Parents of each sequence's nodes, see :func:`parents`."""
+        """Parent of each new node, per sequence; see :func:`parents`."""
         return [parents(mask) for mask in self.mask]
 
     def windows(self, kernel_size: int) -> torch.Tensor:
-        """Return the inputs that a convolution reads, see :func:`windows`."""
+        """Return which inputs a convolution reads at each node; see :func:`windows`."""
         if kernel_size not in self._windows:
             self._windows[kernel_size] = windows(self.mask, kernel_size)
         return self._windows[kernel_size]
 
     def select(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the group's part, [batch, N, ...], of a tensor [1, num_tokens, ...]."""
+        """Return the group's tokens, [batch, N, ...], of a packed tensor [1, num_tokens, ...]."""
         part = packed[0].index_select(0, self.rows)
         return part.view(*self.mask.shape[:2], *part.shape[1:])
 
     def write(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Write the group's part, [batch, N, ...], of a tensor [1, num_tokens, ...]."""
+        """Write the group's tokens, [batch, N, ...], into a packed tensor [1, num_tokens, ...]."""
         out[0].index_copy_(0, self.rows, part.flatten(0, 1).to(out.dtype))
 
     def state(self, key: Key, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the states of all sequences in one layer, at first ``zeros()``.  -> [batch, ...]"""
+        """Return the state ``key`` of each sequence, ``zeros()`` for a new one.  -> [batch, ...]"""
         for sequence in self.states:
             if key not in sequence.states:
                 sequence.states[key] = zeros()
         return torch.stack([sequence.states[key] for sequence in self.states])
 
     def stage(self, key: Key, staged: Updates | Inputs | Snapshots) -> None:
-        """Stage the tokens' updates of one layer's states; tensors [batch, ...]."""
+        """Keep what all staged tokens add to the state ``key``; tensors are [batch, ...]."""
         for sequence, *tensors in zip(self.states, *staged, strict=True):
             sequence.staged[key] = type(staged)(*tensors)
 
     def stage_whole(self, key: Key, state: torch.Tensor) -> None:
-        """Stage the state [1, ...] of one layer after a long chain."""
+        """Keep the state ``key`` [1, ...] after the group's long chain."""
         (sequence,) = self.states
         sequence.staged[key] = Whole(state[0], self.mask.shape[1])
 
     def earlier(self, key: Key) -> tuple[torch.Tensor, ...] | None:
-        """Return updates, [batch, ...] each, that earlier forwards of the step staged, if any."""
+        """Return what earlier forwards of this step staged, [batch, ...] each; None if nothing."""
         if self.mask.shape[1] == self.mask.shape[2]:
             return None
         return tuple(
@@ -100,7 +100,7 @@ class Group:
 
 
 def grouped(spans: Sequence[Span], device: torch.device) -> list[Group]:
-    """Return the groups of a packed batch's sequences, which must have states."""
+    """Return the groups of a packed batch, whose sequences must have states."""
     by_size = dict[tuple[int | None, int, int], list[Span]]()
     for index, span in enumerate(spans):
         is_long_chain = span.is_chain and span.num_tokens > MAX_AT_ONCE
@@ -122,19 +122,19 @@ def _group(spans: Sequence[Span], is_long_chain: bool, device: torch.device) -> 
     return Group(states, mask, rows, is_long_chain)
 
 
-# Stands for the final state, which layers only pass to their cache.
+# Placeholder for a mixer's final state, which layers only pass to update_recurrent_state().
 UNREAD = torch.empty(0, device="cpu")
 
 
 class RecurrentForward(StateHook, PackedForward):
-    """Hook of a packed forward in which every token continues the states of its sequence and
-    branch.
+    """Hook of a packed forward in which each token continues the states after its parent in the
+    tree, or after its sequence's last committed token.
     """
 
     def __init__(self, *arguments: Any):
-        """Take the arguments of :meth:`ModelFamily.new_hook`, and advance the sequences' states
-        over committed tokens.
-        """
+        """Begin a forward; first advance the sequences' states over newly committed tokens.
+
+        ``arguments`` are those of :meth:`ModelFamily.new_hook`."""
         *hook_arguments, spans = arguments
         super().__init__(*hook_arguments)
         self._spans: Sequence[Span] = spans
@@ -150,7 +150,7 @@ class RecurrentForward(StateHook, PackedForward):
 
     @cached_property
     def _is_prompt(self) -> torch.Tensor:
-        """Tokens that stock ``generate`` processes as part of a prompt.  [num_tokens] bool"""
+        """True for the tokens that stock ``generate`` prefills.  [num_tokens] bool"""
         return torch.cat(
             [
                 span.staged_positions[-span.num_tokens :] < span.sequence.prompt_len
@@ -179,9 +179,8 @@ class RecurrentForward(StateHook, PackedForward):
         activation: str | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Return the convolution of ``hidden_states`` [1, channels, num_tokens]; weight [channels,
-        kernel_size].
-        """
+        """Compute the convolution of ``hidden_states`` [1, channels, num_tokens], with ``weight``
+        [channels, kernel_size].  -> [1, channels, num_tokens]"""
         inputs = hidden_states.transpose(1, 2)
         out = torch.empty_like(inputs)
         num_earlier = weight.shape[-1] - 1
@@ -214,13 +213,14 @@ class RecurrentForward(StateHook, PackedForward):
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gated delta rule, like the layer's function for chunks.  -> [1, num_tokens,
-        heads, value_dim]
+        """Compute the gated delta rule, with ``plain`` for long chains only.
+
+        Returns [1, num_tokens, heads, value_dim] and a placeholder for the final state.
 
         Args:
             query, key: [1, num_tokens, key_heads, key_dim].
             value: [1, num_tokens, heads, value_dim].
-            g: decays, [1, num_tokens, heads], or [1, num_tokens, heads, key_dim] (Kimi).
+            g: log decays, [1, num_tokens, heads], or [1, num_tokens, heads, key_dim] (Kimi).
             beta: [1, num_tokens, heads].
         """
         out = torch.empty_like(value)
@@ -269,8 +269,9 @@ class RecurrentForward(StateHook, PackedForward):
         z: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return Mamba 2's scan (Dao and Gu, arXiv 2405.21060).  -> [1, num_tokens, heads,
-        head_dim]
+        """Compute Mamba 2's scan (Dao and Gu, arXiv 2405.21060).
+
+        Returns [1, num_tokens, heads, head_dim] and a placeholder for the final state.
 
         Args:
             hidden_states: [1, num_tokens, heads, head_dim].
@@ -281,7 +282,7 @@ class RecurrentForward(StateHook, PackedForward):
         assert z is None, "layers gate the output themselves"
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = nn.functional.softplus(dt) if dt_softplus else dt
-        if tuple(dt_limit) != (0.0, torch.inf):  # stock layers limit the steps of prompts only
+        if tuple(dt_limit) != (0.0, torch.inf):  # transformers clamps dt in prefill only
             dt = torch.where(self._is_prompt.to(dt.device)[:, None], dt.clamp(*dt_limit), dt)
         out = torch.empty_like(hidden_states)
         num_heads = hidden_states.shape[2]
@@ -330,13 +331,8 @@ class RecurrentForward(StateHook, PackedForward):
         beta: torch.Tensor | None = None,
         skipped: torch.Tensor | None = None,
     ) -> None:
-        """Write a linear recurrence's outputs, plus ``skipped`` [batch, N, heads, value_dim], and
-        stage its updates.
-
-        Args:
-            inputs: query, key, value and decay, as :func:`linear_recurrence` takes them with
-                ``beta`` and ``state``.
-        """
+        """Run :func:`linear_recurrence` on ``inputs`` (query, key, value, decay), write its outputs
+        plus ``skipped`` [batch, N, heads, value_dim] into ``out``, and stage its updates."""
         earlier = group.earlier(key)
         earlier_updates = None if earlier is None else Updates(*earlier)
         q, k, v, decay = inputs
@@ -359,8 +355,9 @@ class RecurrentForward(StateHook, PackedForward):
         delta_softplus: bool = False,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return Mamba's scan (Gu and Dao, arXiv 2312.00752), computed node by node.  -> [1,
-        channels, num_tokens]
+        """Compute Mamba's selective scan (Gu and Dao, arXiv 2312.00752) node by node.
+
+        Returns [1, channels, num_tokens] and a placeholder for the final state.
 
         Args:
             hidden_states, dt, z: [1, channels, num_tokens].

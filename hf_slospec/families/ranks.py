@@ -1,5 +1,7 @@
-"""The processes that run one model by tensor parallelism, and values that they share to take the
-same decisions.
+"""The processes (ranks) of a tensor-parallel model, and the values that they exchange so that all
+take the same decisions.
+
+``tensor_parallel.py`` has the batcher of such a model.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from hf_slospec.model.target import PackedTarget
 
 T = TypeVar("T")
-# A process may wait for an order that long; one that ends breaks the connection.
+# Timeout of collectives that wait for the first process's next order, which may take arbitrarily
+# long while the batcher is idle. A process that ends breaks the connection at once.
 IDLE = datetime.timedelta(days=365)
-OTHER_SPLITS = {  # sizes in transformers' DistributedConfig, beside `tp_size`
+# Sizes in transformers' DistributedConfig other than `tp_size`; only tensor parallelism works.
+OTHER_SPLITS = {
     "pp_size": "pipeline parallelism",
     "fsdp_size": "FSDP",
     "dp_replicate_size": "data parallelism",
@@ -39,10 +43,12 @@ OTHER_SPLITS = {  # sizes in transformers' DistributedConfig, beside `tp_size`
 
 
 def split_ranks_of(model: torch.nn.Module) -> SplitRanks | None:
-    """Return the ranks over which transformers has split a model, None if it has not.
+    """Return the ranks of a model that transformers loaded with tensor parallelism; None for a
+    model that one process holds as a whole.
 
     Raises:
-        UnsupportedModelError: it is split by something other than tensor parallelism.
+        UnsupportedModelError: the model is split by something other than transformers' tensor
+            parallelism.
     """
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     meshes = {mesh for weight in model.parameters() if (mesh := mesh_of(weight)) is not None}
@@ -60,12 +66,13 @@ def split_ranks_of(model: torch.nn.Module) -> SplitRanks | None:
 
 
 class SplitRanks(Ranks):
-    """The ranks of a tensor-parallel group, which all run the same calls.
+    """The ranks of a tensor-parallel process group, all of which run the same calls.
 
-    Each rank holds a part of every layer, and a forward is a collective operation, so all ranks
-    must draft, verify and stop alike."""
+    Each rank holds a part of every layer, and a forward is a collective operation. So all ranks
+    must draft and verify the same tokens, and stop at the same step."""
 
-    _led: ClassVar[set[str]] = set()  # names of groups that are led, whatever object knows them
+    # Names of the process groups that are led: several objects may stand for the same group.
+    _led: ClassVar[set[str]] = set()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group = group
@@ -80,7 +87,7 @@ class SplitRanks(Ranks):
         return self._group.group_name in self._led
 
     def begin_to_lead(self) -> None:
-        _ = self.orders  # connected here, where all ranks are
+        _ = self.orders  # connects the processes, which is collective: all ranks are here now
         self._led.add(self._group.group_name)
 
     def end_leading(self) -> None:
@@ -92,7 +99,7 @@ class SplitRanks(Ranks):
 
     @cached_property
     def orders(self) -> Orders:
-        """Orders of the first rank; made by a collective operation."""
+        """Channel for orders of the first rank; the first access is collective."""
         return Orders(self._global)
 
     def check_target(self, target: Ranks) -> None:
@@ -127,7 +134,9 @@ class SplitRanks(Ranks):
         return int(least)
 
     def check_equal(self, work: Sequence[Sequence[int]]) -> None:
-        """Compare what the ranks are about to compute, by a checksum."""
+        """Compare a checksum of ``work`` over all ranks; if it differs, raise InvalidInputError in
+        each of them.
+        """
         lengths = [len(numbers) for numbers in work]
         checksum = zlib.crc32(np.concatenate([lengths, *work]).astype(np.int64).tobytes())
         largest = torch.tensor([checksum, -checksum], device=self._device)
@@ -166,23 +175,21 @@ class SplitRanks(Ranks):
 
 
 class Orders:
-    """Messages of the first of some processes to the others, which wait for them as long as it
-    lives.
+    """Channel by which the first process of a group sends orders to the other processes.
 
-    They have connections between hosts' memories of their own: a GPU that waits in a collective
-    operation is busy."""
+    It has a gloo process group, as a GPU that waited in an NCCL collective would be busy."""
 
     def __init__(self, ranks: list[int]):
-        """Connect the processes, by their global ranks; all of them must call this."""
+        """Connect the processes with these global ranks; all of them must call this."""
         self._first = ranks[0]
         self._group = dist.new_group(ranks, IDLE, "gloo", use_local_synchronization=True)
 
     def send(self, order: Any) -> None:
-        """Send an order, which can be pickled, to all others."""
+        """Send an order, which must be picklable, to all other processes."""
         dist.broadcast_object_list([order], self._first, group=self._group)
 
     def receive(self) -> Any:
-        """Wait for the next order, and return it.
+        """Wait for the first process's next order, and return it.
 
         Raises:
             RuntimeError: the first process has ended.

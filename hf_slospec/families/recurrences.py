@@ -1,17 +1,18 @@
-"""Recurrences over the nodes of token trees, without a state per node.
+"""Convolutions and recurrences over the nodes of draft trees.
 
 A layer with a state S [key_dim, value_dim] per head computes, token after token,
 
     S_i = exp(decay_i) * S_parent + key_i value_i^T        output_i = query_i S_i
 
 where a delta rule (Yang et al., Gated Delta Networks, arXiv 2412.06464) replaces value_i by the
-correction beta_i * (value_i - key_i exp(decay_i) S_parent). Unrolled from a node to the root's
-state, both are attention over the node's ancestors with decays between them, as in the chunks of a
-prompt, with the tree's mask in place of the causal one; the delta rule also solves a triangular
-system. So a tree costs about as much as a chain.
+correction beta_i * (value_i - key_i exp(decay_i) S_parent). Unrolled from a node to the state
+before the tree, both are attention over the node's ancestors with decays between them, as chunked
+prefill computes it, with the tree mask in place of the causal mask; the delta rule also solves a
+triangular system. So no node needs a state, and a tree costs about as much as a chain.
 
-Shapes: ``batch`` trees of the same size, N nodes in this forward, and S staged nodes, which are
-those of earlier forwards of the step and then these, parents before children.
+Shapes: ``batch`` trees of the same size; N nodes in this forward; S staged nodes, which are the
+nodes that earlier forwards of this step staged, followed by the N nodes of this forward. Parents
+come before children.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ import torch
 
 
 class Updates(NamedTuple):
-    """Keys and values that staged nodes add to the state of a linear recurrence; a batch adds a
-    first dimension.
+    """Keys and values that staged nodes add to the state of a linear recurrence.
+
+    Shapes are those of one tree; tensors of a batch have a batch dimension in front.
     """
 
     keys: torch.Tensor  # [heads, S, key_dim]
     values: torch.Tensor  # [heads, S, value_dim]
-    decays: torch.Tensor  # [heads, S, 1 or key_dim], logarithms
-    totals: torch.Tensor  # shape of decays: their sums over the path from the state to the node
+    decays: torch.Tensor  # [heads, S, 1 or key_dim], log decay of each node
+    totals: torch.Tensor  # shape of decays; sum of log decays over the path up to each node
 
     def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return the state after some nodes, each the parent of the next.
+        """Return the state after the nodes of a path, each of which is the parent of the next.
 
         Args:
-            state: [heads, key_dim, value_dim].
-            path: [num_nodes] int64, indices of the nodes among the staged ones; at least one.
+            state: [heads, key_dim, value_dim], before the first staged node.
+            path: [num_nodes] int64, indices of staged nodes; at least one.
         """
         keys, values, _, totals = (tensor.index_select(-2, path) for tensor in self)
         total = totals[..., -1:, :]
@@ -55,22 +57,25 @@ def linear_recurrence(
     mask: torch.Tensor,
     earlier: Updates | None = None,
 ) -> tuple[torch.Tensor, Updates]:
-    """Return the outputs of new nodes, and the updates of all staged ones.
+    """Compute a linear recurrence or a gated delta rule at the new nodes of a batch of trees.
 
     Args:
         query, key: [batch, heads, N, key_dim] f32.
         value: [batch, heads, N, value_dim] f32.
-        decay: [batch, heads, N, 1 or key_dim] f32, logarithms.
-        beta: [batch, heads, N, 1] f32 of a delta rule; None: values are added as they are.
+        decay: [batch, heads, N, 1 or key_dim] f32, log decays.
+        beta: [batch, heads, N, 1] f32, factors of the delta rule; None: a linear recurrence.
         state: [batch, heads, key_dim, value_dim] f32, before the first staged node.
         mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
-        earlier: updates of the S - N nodes staged before.
+        earlier: updates of the S - N nodes that earlier forwards of this step staged.
 
     Returns:
-        [batch, heads, N, value_dim], and the updates of all S staged nodes.
+        The outputs of the new nodes, [batch, heads, N, value_dim], and the updates of all S staged
+        nodes.
     """
     if earlier is None and value.is_cpu and bool((is_lost := value[:, 0, :, 0].isnan()).any()):
-        # A mask does not keep NaN out, as 0 times NaN is NaN.
+        # The mask multiplies by 0, and 0 times NaN is NaN: NaN in one branch would spread to other
+        # branches of the tree. So nodes with NaN values are computed as zeros, and NaN is then set
+        # at these nodes and their descendants.
         q, k, v, decay = (
             each.masked_fill(is_lost[:, None, :, None], 0.0) for each in (query, key, value, decay)
         )
@@ -90,7 +95,9 @@ def linear_recurrence(
     between = between.masked_fill(~mask[:, None, :, :, None], -torch.inf).exp()
 
     def scores(rows: torch.Tensor) -> torch.Tensor:
-        """Return decayed products with the keys of ancestors.  -> [batch, heads, N, S]"""
+        """Return products of ``rows`` with the keys of ancestors, decayed from the ancestor to the
+        node.  [batch, heads, N, key_dim] -> [batch, heads, N, S]
+        """
         if between.shape[-1] == 1:
             return rows @ keys.transpose(-1, -2) * between[..., 0]
         return torch.einsum("...nd,...sd,...nsd->...ns", rows, keys, between)
@@ -99,7 +106,7 @@ def linear_recurrence(
     if beta is None:
         out = (query * reach) @ state
     else:
-        # The state is large: it is read once for both.
+        # One product for both keys and queries reads the state, which is large, only once.
         recalled, out = (torch.cat((key * reach, query * reach), -2) @ state).split(
             query.shape[-2], -2
         )
@@ -114,12 +121,15 @@ def linear_recurrence(
 
 
 class Inputs(NamedTuple):
-    """Inputs of a causal convolution at staged nodes; its state is the last inputs before them."""
+    """Inputs of a causal convolution at staged nodes.
+
+    The convolution's state is the last ``kernel_size - 1`` inputs before the first staged node.
+    """
 
     rows: torch.Tensor  # [..., S, channels]
 
     def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return the last inputs [kernel_size - 1, channels] after some nodes; see
+        """Return the state [kernel_size - 1, channels] after the nodes of a path; see
         :meth:`Updates.after`.
         """
         rows = torch.cat((state, self.rows.index_select(-2, path)), -2)
@@ -127,15 +137,15 @@ class Inputs(NamedTuple):
 
 
 def windows(mask: torch.Tensor, kernel_size: int) -> torch.Tensor:
-    """Return the indices of the inputs that a causal convolution reads at each node, the node's
-    last.
+    """Return which inputs a causal convolution reads at each node: its last ancestors and itself.
 
     Args:
         mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
+        kernel_size: number of inputs that the convolution reads.
 
     Returns:
-        [batch, N, kernel_size] int64 into the kernel_size - 1 inputs of the state, followed by the
-        staged ones.
+        [batch, N, kernel_size] int64, ascending indices into the kernel_size - 1 inputs of the
+        state followed by the S staged inputs.
     """
     visible = torch.cat((mask.new_ones(*mask.shape[:-1], kernel_size - 1), mask), -1)
     indices = torch.arange(visible.shape[-1], device=mask.device)
@@ -145,12 +155,13 @@ def windows(mask: torch.Tensor, kernel_size: int) -> torch.Tensor:
 def convolution(
     rows: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a depthwise causal convolution at new nodes.
+    """Compute a depthwise causal convolution at the new nodes.
 
     Args:
-        rows: [batch, kernel_size - 1 + S, channels], the state and the staged inputs.
-        window: [batch, N, kernel_size], as :func:`windows` returns it.
+        rows: [batch, kernel_size - 1 + S, channels], the state followed by the staged inputs.
+        window: [batch, N, kernel_size] int64, from :func:`windows`.
         weight: [channels, kernel_size].
+        bias: [channels], or None.
 
     Returns:
         [batch, N, channels], in the weight's dtype.
@@ -163,24 +174,24 @@ def convolution(
 
 
 class Snapshots(NamedTuple):
-    """States after each staged node."""
+    """State of a selective scan after each staged node."""
 
     states: torch.Tensor  # [S, channels, state_size]
 
     def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return the state after some nodes; see :meth:`Updates.after`."""
+        """Return the state after the last node of a path; see :meth:`Updates.after`."""
         del state
         return self.states[path[-1]]
 
 
 class Whole(NamedTuple):
-    """State after a whole chain, which can only be committed as a whole."""
+    """State after the last token of a long chain, which can only be committed as a whole."""
 
     state: torch.Tensor
     num_tokens: int
 
     def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return the state after all tokens."""
+        """Return the state after the whole chain; ``path`` must be all its tokens."""
         del state
         assert len(path) == self.num_tokens, "a long chain is committed as a whole"
         return self.state
@@ -190,7 +201,7 @@ Staged = Updates | Inputs | Snapshots | Whole
 
 
 def parents(mask: torch.Tensor) -> list[int]:
-    """Return the parent of each node among the staged ones, -1 for the state.
+    """Return the index of each new node's parent among the staged nodes, -1 for a root.
 
     Args:
         mask: [N, S] bool, True = an ancestor of the node, or itself.
@@ -209,21 +220,22 @@ def selective_tree(
     read: torch.Tensor,
     parents_: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of a selective scan at the new nodes of a tree, and the states after all
-    staged nodes.
+    """Compute a selective scan (Mamba) node by node: ``state = decay * parent's state + added``.
 
-    The state is small and each of its numbers has its own decay, so a state per node costs less
-    than decays between nodes.
+    The state is small and each of its elements decays at a different rate, so computing a state per
+    node costs less than computing decays between all pairs of nodes.
 
     Args:
         state: [channels, state_size] f32, before the first staged node.
-        earlier: [S - N, channels, state_size], states after the nodes that earlier forwards staged.
-        decays, added: [N, channels, state_size] f32, factors and terms of each node.
-        read: [N, state_size], by which a node's output reads its state.
-        parents_: [N] parent of each node, as :func:`parents` returns them.
+        earlier: [S - N, channels, state_size], states after the nodes that earlier forwards of
+            this step staged.
+        decays, added: [N, channels, state_size] f32, of each new node.
+        read: [N, state_size]; a node's output is the product of its state with its row.
+        parents_: [N], from :func:`parents`.
 
     Returns:
-        [N, channels] and [S, channels, state_size].
+        The outputs of the new nodes, [N, channels], and the states after all staged nodes,
+        [S, channels, state_size].
     """
     after = list(earlier)
     for parent, decay, more in zip(parents_, decays, added, strict=True):
@@ -235,11 +247,11 @@ def selective_tree(
 def selective_chain(
     state: torch.Tensor, decays: torch.Tensor, added: torch.Tensor, read: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of a selective scan along a chain, and the state after it; see
-    :func:`selective_tree`.
+    """Compute a selective scan along a chain; for the arguments see :func:`selective_tree`.
 
     Returns:
-        [N, channels] and [channels, state_size].
+        The outputs of all tokens, [N, channels], and the state after the last one,
+        [channels, state_size].
     """
     outputs = []
     for decay, more, row in zip(decays, added, read.to(state), strict=True):

@@ -1,4 +1,8 @@
-"""Models whose layers keep recurrent states: what the probe finds, and states in their caches."""
+"""Model family with recurrent states: the probe that finds their layers, and the exchange of states
+with transformers caches.
+
+``mixers.py`` computes the forwards.
+"""
 
 from __future__ import annotations
 
@@ -23,37 +27,38 @@ from hf_slospec.model.family import DECODER, ModelFamily
 from hf_slospec.model.probe import InterfaceProbe, probed
 from hf_slospec.model.properties import Reach, attends_to_encoder, cannot_be_packed, layer_types
 
+# values of layer_types in transformers' configs for layers that keep a recurrent state
 STATE_KINDS = ("linear_attention", "conv", "mamba", "mamba2", "hybrid", "hybrid_sliding")
 
 
 class StateLayer(NamedTuple):
-    """A layer with states, as recorded by the probe."""
+    """Layer that keeps states, as recorded by the probe."""
 
     layer_idx: int  # index of the layer in the model
-    keys: tuple[Key, ...]  # one per state, in the order of the calls
-    shape: tuple[
-        int, ...
-    ]  # shape of the recurrent state in its cache, without the batch; empty without one
+    keys: tuple[Key, ...]  # one per state, in the order in which the layer calls its mixers
+    # shape of recurrent_states in the layer's transformers cache, without the batch dimension; ()
+    # if the layer has convolutions only
+    shape: tuple[int, ...]
     num_bytes: int  # bytes of all its states, per sequence
 
     @property
     def convolutions(self) -> list[Key]:
-        """Keys of the states of its convolutions."""
+        """Keys of the layer's convolution states."""
         return [key for key in self.keys if key[2] == CONVOLUTION]
 
     @property
     def recurrences(self) -> list[Key]:
-        """Keys of its other states."""
+        """Keys of the layer's recurrent states."""
         return [key for key in self.keys if key[2] != CONVOLUTION]
 
 
 class StateProbe(StateHook, InterfaceProbe):
-    """Probe that also records the layers that keep a state."""
+    """Probe that records the layers that keep a state, besides the attention layers."""
 
     def __init__(self, position_ids: torch.Tensor) -> None:
         super().__init__(position_ids)
         self._state_bytes: dict[Key, int] = {}
-        self._state_shapes: dict[int, tuple[int, ...]] = {}  # of the state in its cache, by layer
+        self._state_shapes: dict[int, tuple[int, ...]] = {}  # see StateLayer.shape; by layer index
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         super().get_conv_state(layer_idx, state_idx)
@@ -85,7 +90,7 @@ class StateProbe(StateHook, InterfaceProbe):
         return super().layers(model, reaches)
 
     def state_layers(self) -> tuple[StateLayer, ...]:
-        """Return the layers that keep a state, by index."""
+        """Return the layers that keep a state, in ascending order of their indices."""
         layers = []
         for layer in sorted(self.stateful):
             keys = tuple(sorted(key for key in self._state_bytes if key[0] == layer))
@@ -96,7 +101,10 @@ class StateProbe(StateHook, InterfaceProbe):
 
 @dataclass(frozen=True)
 class Recurrent(ModelFamily):
-    """Models with layers that keep a state in place of K and V, and models of the core's family."""
+    """Models of which some layers keep a recurrent state, in place of or besides K and V.
+
+    It also claims models without such layers; the probe then returns ``DECODER`` for them.
+    """
 
     kinds = (*DECODER.kinds, *STATE_KINDS)
     layers: tuple[StateLayer, ...] = ()
@@ -123,11 +131,12 @@ class Recurrent(ModelFamily):
         for layer in self.layers:
             cached = cache.layers[layer.layer_idx]
             for state_idx, key in enumerate(layer.convolutions):
-                # The first column is never read.
+                # transformers caches kernel_size columns, of which the next token does not read
+                # the first.
                 states[key] = cached.conv_states[state_idx][row, :, 1:].T.clone()
             if layer.recurrences:
                 num_states = len(layer.recurrences)
-                # Zamba scans heads one by one.
+                # Zamba calls one mixer per head, and caches the states of all heads in one tensor.
                 shape = layer.shape[-3:] if num_states == 1 else layer.shape[1:]
                 parts = cached.recurrent_states[0][row].float().reshape(num_states, *shape)
                 for part, key in zip(parts, layer.recurrences, strict=True):
@@ -152,5 +161,7 @@ class Recurrent(ModelFamily):
 
 
 def _transposed(key: Key, state: torch.Tensor) -> torch.Tensor:
-    """Return a state in transformers' layout, or back: Mamba 2 has the value dimension first."""
+    """Return a state of this package in transformers' layout, or the reverse: transformers has the
+    value dimension first for Mamba 2.
+    """
     return state.transpose(-1, -2) if key[2] == STATE_SPACE else state

@@ -1,4 +1,7 @@
-"""Recurrent states of one sequence, in all layers that keep one."""
+"""Recurrent states of a sequence, and the hook through which layers ask for them.
+
+``recurrences.py`` has the updates that staged nodes add, ``mixers.py`` the packed forward.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from hf_slospec.model.attention.hook import AttentionHook
 from hf_slospec.model.batch import SequenceStates
 from hf_slospec.model.properties import argument_names
 
-# Names, in transformers' modules, of the functions that mix the tokens of a sequence.
+# Mixers: functions in transformers' modeling files through which the tokens of a sequence affect
+# each other in layers that keep a state. The hook replaces them by these names.
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 STATE_SPACE = "mamba2_chunk_scan"
@@ -24,22 +28,24 @@ SELECTIVE_SCAN = "mamba_selective_scan"
 MIXERS = (CONVOLUTION, *DELTA_RULES, STATE_SPACE, SELECTIVE_SCAN)
 
 Mixer = Callable[..., Any]
-Key = tuple[
-    int, int, str
-]  # key of a state: layer index, number of mixers it called before in this forward, name
+# Key of a state: layer index, number of mixers that the layer called before in this forward, name
+# of the mixer.
+Key = tuple[int, int, str]
 
 
 class StateHook(AttentionHook):
-    """Hook that has no states for layers, so that they call their mixers on all tokens of the
-    forward.
+    """Base of hooks that handle recurrent states in :meth:`mix_with`.
+
+    To the layers it acts as a cache without states, so that each takes its prefill path, which
+    calls its mixers once for all tokens of the forward.
     """
 
     mixers = MIXERS
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._layer = -1  # index of the layer that asked for its state last
-        self._num_mixed = Counter[int]()  # calls of mixers, by layer
+        self._layer = -1  # index of the layer that called the cache last: mixers do not get it
+        self._num_mixed = Counter[int]()  # number of mixer calls so far, by layer index
 
     def arguments(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
         if not has_states_only(model):
@@ -66,14 +72,14 @@ class StateHook(AttentionHook):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Return the inputs of a convolution unchanged; the mixer adds the ones before them."""
+        """Return a convolution's inputs unchanged; the mixer prepends earlier tokens' inputs."""
         self._layer = layer_idx
         return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Return the state after all tokens unchanged; nothing reads it."""
+        """Return the layer's final state unchanged; it is not used."""
         del layer_idx
         return recurrent_states
 
@@ -83,12 +89,19 @@ class StateHook(AttentionHook):
         return self.mix_with(key, plain, *args, **kwargs)
 
     def mix_with(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
-        """Return what a layer's mixer would return for each sequence alone, given the state ``key``."""
+        """Compute the outputs of the mixer ``plain`` for all tokens of the forward.
+
+        Args:
+            key: the state that the mixer reads and updates.
+            plain: the mixer, as transformers defines it.
+            args: arguments that the layer passes to the mixer.
+            kwargs: keyword arguments that the layer passes to the mixer.
+        """
         raise NotImplementedError
 
 
 def has_states_only(model: Any) -> bool:
-    """Return whether all layers of the model keep a state, so that it takes no mask."""
+    """Return whether all layers of the model keep a state, so that it takes no attention mask."""
     if model not in _has_states_only:
         is_linear = DynamicCache(config=model.config.get_text_config(decoder=True)).is_linear
         _has_states_only[model] = "cache_params" in argument_names(model) or (
@@ -102,15 +115,17 @@ _has_states_only = WeakKeyDictionary[Any, bool]()
 
 @dataclass(eq=False)
 class RecurrentStates(SequenceStates):
-    """States after a sequence's first ``length`` tokens, and the updates by later tokens, staged or
-    committed.
+    """States after the first ``length`` tokens of a sequence, and the updates of later tokens.
 
-    State tensors are never written to, so that sequences may share them."""
+    The tokens that a step stages are stored as updates. After a commit, :meth:`take_in` applies
+    the updates of the committed tokens. State tensors are never written in place, so that
+    sequences may share them."""
 
     length: int = 0
     states: dict[Key, torch.Tensor] = field(default_factory=dict)
     staged: dict[Key, Staged] = field(default_factory=dict)
-    kept: Sequence[int] | None = None  # staged nodes that were committed; None: the first ones
+    # Indices of the staged nodes that were committed; None: the first ones.
+    kept: Sequence[int] | None = None
 
     def take_in(self, length: int, num_earlier: int = 0) -> None:
         if (num_new := length - self.length) < 0:

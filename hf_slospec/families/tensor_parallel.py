@@ -1,11 +1,11 @@
-"""Batching of a tensor-parallel model: its first process decides, and the others repeat what its
-target does.
+"""Batcher of a tensor-parallel model: the first process takes all decisions, and the other
+processes repeat the calls of its target.
 
-The first process runs the batcher, with the only queue, clock, policy, drafter and samplers.
-Engines call their target in few ways (:class:`~hf_slospec.engine.interfaces.Target`), and every
-such call is sent to the other processes as an order. Their targets carry it out on the same tokens,
-so all targets hold the K/V of the same requests, each of its part of the heads, and forwards, which
-are collective operations, meet."""
+The first process runs the batcher, with the only queue, clock, policy, drafter and samplers. Its
+engine calls the methods of :class:`~hf_slospec.engine.interfaces.Target`; each such call is sent to
+the other processes as an order, and their targets carry it out on the same tokens. So all processes
+hold K/V of the same requests, each for its part of the heads, and run the same forwards, which are
+collective operations."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.tree.tree import TokenTree
 
 logger = logging.getLogger(__name__)
-# Parameters of a request that a target reads, beside a prompt reader.
+# Fields of RequestParams that a target reads, besides prompt_reader.
 READ = ("prompt", "max_new_tokens", "cache_salt", "num_padding")
 
 
 @dataclass
 class UnreadPrompt:
-    """Prompt reader that counts the logits, which the first process reads; they are computed in
-    all.
+    """Prompt reader of the other processes, which only counts.
+
+    All processes compute the prompt's logits together, but only the first one reads them.
     """
 
-    num_read: int
+    num_read: int  # number of prompt tokens whose next-token logits have been computed
 
     def take(self, logits: Any) -> None:
         """Count the logits of the prompt's next positions."""
@@ -46,35 +47,44 @@ class UnreadPrompt:
 
 
 class News(NamedTuple):
-    """Parts of a request that the other processes do not know."""
+    """Changes to a request that the other processes have not received yet."""
 
-    request: int
-    tokens: list[int]  # behind the known ones
-    params: dict[str, Any] | None  # those that a target reads, of a new request
+    request: int  # index of the request
+    tokens: list[int]  # new tokens; for a new request, the tokens after the prompt
+    params: dict[str, Any] | None  # RequestParams of a new request that a target reads; else None
 
 
 class TargetCall(NamedTuple):
-    """An order: a call of the first process's target; requests are given by their indices."""
+    """An order: call the same method as the first process's target, with the same arguments."""
 
-    name: str
-    arguments: tuple[Any, ...]
-    news: tuple[News, ...]
-    weights_state: int  # that of the first process, so that all drop the same K/V
+    name: str  # method of the target
+    arguments: tuple[Any, ...]  # requests are replaced by their indices
+    news: tuple[News, ...]  # to apply before the call
+    # The first process's state of the weights. With it, all processes drop the same K/V, cached
+    # under other weights.
+    weights_state: int
 
 
 class LeadingTarget(PackedTarget):
-    """Target of the process that decides; the others repeat its calls."""
+    """Target of the first process, which sends its calls to the other processes as orders."""
 
     def __init__(self, speculator: Speculator, ranks: SplitRanks, *others: Any):
-        """Make a target of a speculator; further arguments are those of :class:`PackedTarget`."""
+        """Make a target.
+
+        Args:
+            speculator: provides the model and the maximum number of nodes.
+            ranks: ranks of the model.
+            others: further positional arguments of :class:`PackedTarget`.
+        """
         packed = speculator.target.packed
         super().__init__(packed, speculator.max_nodes, *others)
         self._speculator = speculator
         self._ranks = ranks
-        self._num_known = dict[Request, int]()  # tokens of each request that others know
+        # Number of each request's tokens that the other processes have received.
+        self._num_known = dict[Request, int]()
 
     def _begin(self) -> None:
-        """Update the state of the weights that all processes know until the next call."""
+        """Take note of changed weights; this state applies in all processes until the next call."""
         version = self.sequences.packed.version
         version.notice(structure=False)
         self.sequences.decided_state = version.weights
@@ -145,8 +155,8 @@ def _counts(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
 
 
 class RepeatingProcess:
-    """A process that repeats, in a thread, what the first process's target does, until the batcher
-    there is stopped.
+    """Batcher's part in a process that is not the first: a thread that carries out the orders of
+    the first process until the batcher there is stopped.
     """
 
     def __init__(
@@ -156,7 +166,14 @@ class RepeatingProcess:
         speculator: Speculator,
         in_thread: Callable[[], AbstractContextManager[Any]],
     ):
-        """Create one that is not started; see :class:`Batcher` for the arguments."""
+        """Create the object without starting its thread.
+
+        Args:
+            ranks: ranks of the model.
+            new_engine: makes the engine whose target carries out the orders.
+            speculator: the speculator of the model in this process.
+            in_thread: makes the context in which the thread runs.
+        """
         self._new_engine = new_engine
         self._speculator = speculator
         self._in_thread = in_thread
@@ -165,10 +182,13 @@ class RepeatingProcess:
         self._requests: dict[int, Request] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_closed = False  # the last order has come
+        self._is_closed = False  # the last order ("close") was received
 
     def start(self) -> None:
-        """Start to follow, unless it does; the first process must start its batcher."""
+        """Start the thread that carries out orders, unless it runs.
+
+        The first process must start its batcher, too.
+        """
         if self.is_running:
             return
         if self._thread is not None:
@@ -176,27 +196,31 @@ class RepeatingProcess:
         engine = self._new_engine()
         self._error = None
         self._is_closed = False
-        self._lock.rest()  # this thread may have loaded and measured the models
+        # The calling thread, which may have loaded and measured the models, is done computing.
+        self._lock.rest()
         thread = threading.Thread(target=self._run, args=(engine,), name="hf_slospec", daemon=True)
         thread.start()
         self._thread = thread
 
     @property
     def is_running(self) -> bool:
-        """Return whether it follows the first process."""
+        """Return whether the thread is carrying out orders."""
         return self._thread is not None and self._thread.is_alive() and not self._is_closed
 
     def refuse(self) -> NoReturn:
-        """Raise NotRunningError, as there is no batcher in this process."""
+        """Raise NotRunningError: only the first process takes requests."""
         raise NotRunningError(
             "the batcher of a tensor-parallel model takes requests in its first process; call it there"
         )
 
     def stop(self, drain: bool, timeout: float | None) -> None:
-        """Wait until the first process stops its batcher, as only that one can; the arguments are
-        those it takes.
+        """Wait until the first process stops its batcher; this process cannot stop it.
 
-        Raises the error that ended this process's part.
+        If an error ended this process's part, it is raised.
+
+        Args:
+            drain: not used, as the first process decides.
+            timeout: not used, as the first process decides.
         """
         if self._thread is None:
             return
@@ -227,11 +251,12 @@ class RepeatingProcess:
                     engine.close()
 
     def _carry_out(self, engine: Engine[ContinuousScheduler], order: TargetCall) -> None:
-        """Run a call of the first process's target on this one's.
+        """Run a call of the first process's target on this process's target.
 
-        A step that does not fit into memory fails there, too, and that process decides what
-        follows. If this process's state is another one, it says so before the next forward, which
-        then fails in all of them."""
+        A step that does not fit into memory fails in the first process, too, which decides what to
+        do next. After any other error, this process no longer holds the same K/V as the first one;
+        it then fails the comparison before the next forward, which raises an error in all
+        processes."""
         with self._lock:
             if self._error is None:
                 try:

@@ -1,4 +1,6 @@
-"""Published drafting heads, suffix trees and translation between tokenizers."""
+"""Drafters for published heads (EAGLE-3, MTP, DFlash and others), Gemma 4 assistants, suffix trees,
+and assistant models with another tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from hf_slospec.drafters import registry
 
 
 def register() -> None:
-    """Add named drafters, head formats and kinds of assistant models."""
+    """Add this package's drafters, head formats and assistant kinds to the drafter registry."""
     from hf_slospec.drafters.head import HeadMethod
     from hf_slospec.heads.loading import FORMATS, load_mtp
     from hf_slospec.heads.shared_kv import gemma4_method

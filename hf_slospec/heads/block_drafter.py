@@ -1,4 +1,6 @@
-"""Drafting with heads that predict a block of tokens at a time (DFlash, DFlash2, DSpark, Domino)."""
+"""Drafters for heads that predict a block of tokens in one forward (DFlash, DFlash2, DSpark,
+Domino), and the draft trees built from such predictions.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
 
 
 class BlockDrafter(FeatureDrafter):
-    """Drafts trees of a block head's predictions (:class:`DFlashHead`), with one forward for all
-    levels.
-    """
+    """Drafts with a :class:`DFlashHead`: one forward predicts all levels of the draft trees."""
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         self._process([request for request in requests if self.features[request].num_tokens])
@@ -43,11 +43,17 @@ class BlockDrafter(FeatureDrafter):
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
     ) -> list[TokenTree]:
-        """Return candidate trees of blocks' outputs, [num_requests, depth, output_size]."""
+        """Return one draft tree per request.
+
+        Args:
+            requests: one request per block.
+            outputs: [num_requests, depth, output_size], outputs of the blocks' tokens.
+            plan: depth and width of the trees.
+        """
         return block_trees(requests, self.spread(outputs), plan)
 
     def _process(self, requests: Sequence[Request]) -> None:
-        """Cache the K/V of all waiting features."""
+        """Cache K/V of the context tokens whose features are waiting, in one packed forward."""
         if not requests:
             return
         self.sequences.reserve(requests)
@@ -64,7 +70,9 @@ class BlockDrafter(FeatureDrafter):
 
 
 class SequentialBlockDrafter(BlockDrafter):
-    """Drafts trees of a :class:`SequentialHead` by beam search over one forward of a block."""
+    """Drafts with a :class:`SequentialHead`: one forward of the block, then a beam search in which
+    the head corrects each level's logits by the tokens chosen before.
+    """
 
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
@@ -81,7 +89,9 @@ class SequentialBlockDrafter(BlockDrafter):
         return beam_search(requests, plan, None, run, outputs.device, len(requests), states)
 
     def _grown(self, outputs: torch.Tensor, _: IntArray, level: Level) -> Beam | Scores:
-        """Return the beam of all requests with its next layer, or scores; see ``Level.grown``."""
+        """Return the beam extended by one tree level, or the scores of that level if choosing its
+        nodes needs the requests' sampling noise or grammars; see ``Level.grown``.
+        """
         depth = len(level.sizes) - 1
         states = level.inherited_states
         scores: Scores = self.head.after(level.tokens, outputs[:, depth], states, depth)
@@ -94,16 +104,15 @@ class SequentialBlockDrafter(BlockDrafter):
 
 
 def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor) -> NewTokens:
-    """Return the context tokens of a forward: committed tokens behind those in a head's cache, by
-    their features.
+    """Return one request's part of a packed forward that caches K and V of context tokens.
 
-    They have no logits. Their K and V are kept by raising the length of the sequence, as after a
-    prefill.
+    Context tokens are committed tokens whose features are known; they have no logits. The caller
+    keeps their K and V by raising ``sequence.length``, as after a prefill.
 
     Args:
-        sequence: the cached context tokens.
-        begin: index of the first new one among the request's tokens.
-        combined: [num_tokens, hidden], what the head's ``combine`` returned.
+        sequence: the request's context tokens that are already cached.
+        begin: index of the first new context token among the request's tokens.
+        combined: [num_tokens, hidden], from the head's ``combine``.
     """
     num_tokens = len(combined)
     positions = torch.arange(begin, begin + num_tokens, device="cpu")
@@ -119,8 +128,12 @@ def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor)
 
 
 def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence[int]) -> NewTokens:
-    """Return a block: the last of some tokens, the others of which are in the head's cache, then
-    mask tokens.
+    """Return one request's part of a packed forward: its last token, then mask tokens.
+
+    Args:
+        head: the head whose block size, mask token and attention rules apply.
+        sequence: the request's cached context tokens, which are all tokens but the last.
+        token_ids: all tokens of the request.
     """
     size = head.block_size
     tokens = torch.full((size,), head.mask_token_id, device="cpu")
@@ -137,13 +150,12 @@ def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence
 
 
 def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
-    """Return the rows of a packed batch of blocks that predict the first ``depth`` positions after
-    the roots.
+    """Return the indices of the block tokens whose outputs are needed to draft ``depth`` levels.
 
-    A block predicts ``num_proposals`` positions at most.
+    A block predicts at most ``num_proposals`` levels.
 
     Returns:
-        [num_requests * num_rows] int64, block after block.
+        [num_requests * num_rows] int64, indices in a packed batch of one block per request.
     """
     starts = head.block_size * torch.arange(num_requests, device="cpu")
     end = head.first_slot + min(depth, head.num_proposals)
@@ -154,15 +166,16 @@ def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
 def block_marginals(
     requests: Sequence[Request], logits: torch.Tensor, num_candidates: int
 ) -> tuple[IntArray, FloatArray]:
-    """Return the most probable tokens of every position, with one copy from the device.
+    """Return the most probable tokens of every position and their probabilities.
 
-    Positions of sampled requests are coupled to the noise that will choose their tokens. Processors
-    that read ``input_ids`` get the best candidates of earlier positions.
+    For sampled requests, logits are first coupled to the noise with which the target will sample.
+    Logits processors that read ``input_ids`` get the most probable tokens of earlier positions.
+    Results are copied from the device once.
 
     Args:
-        requests: those of the blocks.
-        logits: [num_requests, depth, vocab], of the positions after the roots.
-        num_candidates: tokens per position; fewer in a smaller vocabulary.
+        requests: one request per block.
+        logits: [num_requests, depth, vocab], for the positions after each request's last token.
+        num_candidates: number of tokens per position; at most the vocabulary's size.
 
     Returns:
         Tokens [num_requests, depth, num_candidates] int64, most probable first, and their
@@ -171,21 +184,22 @@ def block_marginals(
     ranked = _coupled_positions(requests, logits).float()
     best = ranked.topk(min(num_candidates, ranked.shape[-1]), dim=-1)
     logprobs = best.values - ranked.logsumexp(-1, keepdim=True)
-    # Rounding may put a certain token's probability above 1; positions without any possible token
-    # have nan.
+    # Rounding may give a token of probability 1 a log probability above 0. Where no token is
+    # allowed, all log probabilities are NaN.
     logprobs = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     tokens, values = torch.stack((best.indices.double(), logprobs.double())).cpu().numpy()
     return tokens.astype(np.int64), np.minimum.accumulate(np.exp(values), axis=-1)
 
 
 def block_trees(requests: Sequence[Request], logits: torch.Tensor, plan: Plan) -> list[TokenTree]:
-    """Return candidate trees: the ``plan.depth * plan.width`` most probable prefixes of each
-    block's predictions.
+    """Return one draft tree per request: its ``plan.depth * plan.width`` most probable prefixes.
+
+    The predictions of a block's positions are taken as independent.
 
     Args:
-        requests: those of the blocks.
-        logits: [num_requests, depth, vocab], of the positions after the roots; those below
-            ``plan.depth`` are not used.
+        requests: one request per block.
+        logits: [num_requests, depth, vocab], for the positions after each request's last token;
+            positions beyond ``plan.depth`` are ignored.
         plan: depth and width of the trees.
     """
     max_nodes = plan.depth * plan.width
@@ -197,8 +211,8 @@ def block_trees(requests: Sequence[Request], logits: torch.Tensor, plan: Plan) -
 
 
 def _coupled_positions(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits that rank tokens, by known noise and grammars.  -> [num_requests, depth,
-    vocab]
+    """Return the logits after each request's sampling noise and grammar, by which candidates are
+    ranked.  -> [num_requests, depth, vocab]
     """
     if not any(map(is_ranked, requests)):
         return logits
@@ -210,7 +224,7 @@ def _coupled_positions(requests: Sequence[Request], logits: torch.Tensor) -> tor
 
 
 def _best_path(levels: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-    """Return the best candidates of one request's positions so far.  -> [1, depth] int64"""
+    """Return the most probable token of each level so far, for one request.  -> [1, depth] int64"""
     if not levels:
         return torch.empty(1, 0, dtype=torch.int64, device="cpu")
     return torch.stack([level[index].argmax() for level in levels])[None]

@@ -1,5 +1,7 @@
-"""Fitting of a published head to its target: the config, the vocabulary, the shared modules and the
-tensors.
+"""Checks and steps that loading a published head needs: read its config, share the target's
+embeddings and lm_head, map its vocabulary, and assign its tensors.
+
+``loading.py`` calls them; ``drafters/checkpoint.py`` opens the files.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ Built = TypeVar("Built", bound=Head)
 
 
 def read_config(source: str, kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> Any:
-    """Return a config of this class; raise UnsupportedModelError if it refuses the fields."""
+    """Make a config of class ``kind`` from the fields of a JSON config.
+
+    Raises:
+        UnsupportedModelError: the class refuses the fields.
+    """
     try:
         return kind.from_dict(dict(fields))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -34,8 +40,11 @@ def read_config(source: str, kind: type[PreTrainedConfig], fields: Mapping[str, 
 
 
 def fields_of_layers(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the layers' config of speculators, which is saved without the defaults
-    of its class.
+    """Return the ``transformer_layer_config`` of a head made by the speculators library, with the
+    defaults of its config class filled in: speculators saves it without them.
+
+    Raises:
+        UnsupportedModelError: the config has no valid ``transformer_layer_config``.
     """
     nested: Any = fields.get("transformer_layer_config")
     if not isinstance(nested, Mapping):
@@ -49,8 +58,10 @@ def fields_of_layers(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:
-    """Log a warning if a head of speculators names another class of target; tensors show other
-    shapes.
+    """Log a warning if a head made by the speculators library says that it was trained for another
+    model family than the target's.
+
+    A target with other shapes is noticed when the tensors are loaded.
     """
     verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
     names = [str(name) for name in verifier.get("architectures") or ()]
@@ -72,17 +83,19 @@ def shared_modules(
     is_reduced: bool,
     target: PreTrainedModel,
 ) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the target's embeddings and output layer, None for those that the head has itself.
+    """Return the target's embeddings and lm_head for the head to share; None for each that the
+    head has itself.
 
     Args:
-        source: name in errors.
+        source: name of the checkpoint, for errors.
         size: the head's hidden size.
-        tensors: the head's.
-        is_reduced: the head has a reduced vocabulary, which needs an output layer of its own.
+        tensors: the head's tensors by name.
+        is_reduced: the head has a reduced vocabulary, so it cannot share the target's lm_head.
         target: the model that the head drafts for.
 
     Raises:
-        IncompatibleDraftError: the head needs the target's, and they have another size.
+        IncompatibleDraftError: the head shares one of them, and its hidden size differs from the
+            target's.
     """
     shared = {
         what: None if is_own else module
@@ -103,8 +116,24 @@ def shared_modules(
 def target_ids_of(
     source: str, tensors: dict[str, torch.Tensor], draft_vocab: int, vocab: int
 ) -> torch.Tensor | None:
-    """Remove d2t and t2d; return the target ids of a draft vocabulary, [draft_vocab] int64, or None
-    if the ids are the same.
+    """Return the target's id of each token in the head's reduced vocabulary; None if the head has
+    the target's vocabulary.
+
+    The tensors ``d2t`` (target id minus draft id, by draft id) and ``t2d`` (whether a target token
+    is in the draft vocabulary) are removed from ``tensors``.
+
+    Args:
+        source: name of the checkpoint, for errors.
+        tensors: the head's tensors by name.
+        draft_vocab: number of tokens in the head's vocabulary.
+        vocab: number of tokens in the target's vocabulary.
+
+    Returns:
+        [draft_vocab] int64, or None.
+
+    Raises:
+        UnsupportedModelError: ``d2t`` is missing or has the wrong shape.
+        IncompatibleDraftError: ``d2t`` does not map to distinct target ids, or contradicts ``t2d``.
     """
     d2t = tensors.pop("d2t", None)
     t2d = tensors.pop("t2d", None)
@@ -140,8 +169,19 @@ def filled(
     tensors: Mapping[str, torch.Tensor],
     error: type[SLOSpecError],
 ) -> Built:
-    """Return a head with these tensors; raise ``error`` before it is built if their names or shapes
-    do not fit.
+    """Make a head and assign its tensors, in the target's dtype and on its device.
+
+    Args:
+        checkpoint: the head's checkpoint, for errors.
+        target: the model that the head drafts for.
+        build: returns the head with random weights; called on the meta device first, so that
+            nothing is allocated for tensors that do not fit.
+        tensors: the head's tensors by name.
+        error: class of the error to raise if names or shapes do not fit.
+
+    Raises:
+        SLOSpecError: of class ``error``: tensors are missing, unknown or of the wrong shape.
+        UnsupportedModelError: the tensors hold NaN or infinite values.
     """
     with torch.device("meta"):
         expected = own_modules(build(), target).state_dict()
@@ -174,10 +214,8 @@ def filled(
 
 
 def num_layers_of(target: PreTrainedModel) -> int:
-    """Return the number of the target's layers."""
     return int(target.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def hidden_size_of(target: PreTrainedModel) -> int:
-    """Return the size of the target's hidden states."""
     return int(target.config.get_text_config(decoder=True).hidden_size)

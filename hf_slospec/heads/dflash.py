@@ -1,4 +1,7 @@
-"""DFlash heads, which predict all tokens of a block in one forward."""
+"""DFlash network, which predicts all tokens of a block in one forward; base of DFlash2 and DSpark.
+
+``block_drafter.py`` builds draft trees from the predictions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.block_drafter import BlockDrafter, SequentialBlockDrafter
 from hf_slospec.model.properties import cache_option
 
-# Entries of dflash_config that are read here, or that do not change the forward.
+# Supported entries of dflash_config: the code below reads them, or they do not change the forward.
+# A head whose config sets any other entry is refused.
 KNOWN = {
     "block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head",
     "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "use_swa",
@@ -31,28 +35,29 @@ KNOWN = {
 
 
 class DFlashHead(Head):
-    """Network that predicts blocks of tokens from hidden states of the target (features).
+    """Network that predicts a block of tokens from the target's hidden states (features).
 
-    All tokens but the last are the context: every layer caches their K and V, computed from their
-    combined features alone. A block is the last token, whose features are not known yet, then mask
-    tokens. Block tokens attend to the context and to each other, and each mask token predicts the
-    token at its position. In some heads, each token of the block predicts the token behind it
-    instead.
+    All tokens of a request but the last are context tokens. Each layer computes their K and V from
+    their combined features alone and caches them. A block consists of the request's last token,
+    which has no features yet, followed by mask tokens. Block tokens attend to the context tokens
+    and to each other. Each mask token predicts the token at its position; in some heads, each block
+    token predicts the token at the next position instead.
 
-    A forward of ``inputs_embeds`` only caches the K and V of context tokens, without queries and
-    MLPs. A forward of ``input_ids`` computes logits of block tokens. Both are packed forwards:
-    context tokens are a prompt of embeddings, and a block is staged like a draft tree and never
-    committed."""
+    A forward with ``inputs_embeds`` only caches K and V of context tokens; it computes no queries
+    and no MLPs. A forward with ``input_ids`` returns the logits of block tokens. Both run as packed
+    forwards: context tokens are packed like a prompt given as embeddings, and block tokens like a
+    draft tree of which nothing is committed."""
 
     config_class: Any = Qwen3Config
     kind = "DFlash"
     drafter_class: ClassVar[Any] = BlockDrafter
-    caches_context = True  # a forward of context tokens caches K and V, and attends to none
+    caches_context = True  # a forward of context tokens only caches K and V, without attention
     known: ClassVar[set[str]] = KNOWN
     layer_class: ClassVar[Any] = Qwen3DecoderLayer
     norm_class: ClassVar[Any] = Qwen3RMSNorm
     rotary_class: ClassVar[Any] = Qwen3RotaryEmbedding
-    # None: the factor of the embeddings themselves
+    # Factor for the embeddings if the config sets none; None: leave the embedding module's output
+    # as it is, including a factor that the module applies.
     default_embedding_scale: ClassVar[float | None] = 1.0
 
     def __init__(
@@ -65,10 +70,10 @@ class DFlashHead(Head):
 
         Args:
             config: a Qwen3 config with ``block_size``, ``mask_token_id`` and ``target_layer_ids``
-                (numbers of layers) or ``aux_hidden_state_layer_ids`` (of hidden states), at its top
-                level or in ``dflash_config``.
-            embed_tokens: the target's embeddings; None: the head has its own.
-            lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
+                (indices of target layers) or ``aux_hidden_state_layer_ids`` (indices in the
+                target's output_hidden_states), at its top level or in ``dflash_config``.
+            embed_tokens: the target's embeddings to share; None: create embeddings for the head.
+            lm_head: the target's lm_head to share; None: create one for the head.
 
         Raises:
             UnsupportedModelError: the config has settings that are not supported.
@@ -80,20 +85,20 @@ class DFlashHead(Head):
         if self._setting("use_swa"):
             config.sliding_window = self._setting("swa_window_size")
             config.layer_types = ["sliding_attention"] * config.num_hidden_layers
-        # Numbered as in the target's output_hidden_states.
+        # Entry 0 of the target's output_hidden_states is the embeddings, so layer i is entry i + 1.
         outputs_of = self._setting("target_layer_ids") or ()
         self.feature_layers = tuple(
             self._setting("aux_hidden_state_layer_ids") or (layer + 1 for layer in outputs_of)
         )
         self._refuse_unsupported()
-        # Token of the block that makes the first prediction: the root, or else the first mask
-        # token.
+        # first_slot: index of the block token that makes the first prediction: 0 is the request's
+        # last token (the root of the draft tree), 1 the first mask token.
         predicts_next = self._setting(
             "query_zero_predicts_next", self._setting("sample_from_anchor")
         )
         self.first_slot = 0 if predicts_next else 1
-        # sees_later: a block's tokens attend to later ones, in layers without and with a sliding
-        # window.
+        # sees_later: block tokens attend to later block tokens in full-attention layers;
+        # sees_later_in_window: they do so in sliding-window layers.
         self.is_windowed = "sliding_attention" in (config.layer_types or ())
         is_causal = self._setting(
             "causal", self._setting("is_causal", self._setting("causal_head"))
@@ -126,33 +131,33 @@ class DFlashHead(Head):
         )
         self._add_modules()
         self.post_init()  # type: ignore[no-untyped-call]
-        # Set after the initialisation, which would overwrite the target's weights.
+        # post_init() would overwrite the target's weights, so its modules are attached after it.
         self.embed_tokens = self.embed_tokens if embed_tokens is None else embed_tokens
         self.lm_head = self.lm_head if lm_head is None else lm_head
 
     def _add_modules(self) -> None:
-        """Add the modules of a variant, before weights are initialised."""
+        """Add the modules of a subclass; called before post_init() initialises weights."""
 
     @property
     def first_read_slot(self) -> int:
-        """First token of a block whose outputs are read: the first that predicts, or the one before
-        it.
+        """Index of the first block token whose outputs are read: ``first_slot``, or the index
+        before it if a subclass needs that token's outputs too.
         """
         return self.first_slot
 
     @property
     def num_proposals(self) -> int:
-        """Number of positions that a block predicts."""
+        """Number of positions that one block predicts, which bounds the depth of draft trees."""
         return self.block_size - self.first_slot
 
     @property
     def output_size(self) -> int:
-        """Number of outputs of a block token."""
+        """Size of the last dimension of :meth:`outputs`, which subclasses may append states to."""
         return self.draft_vocab_size
 
     def _setting(self, name: str, default: Any = None) -> Any:
-        """Return an entry of ``dflash_config``, or else of the config; ``default`` if it is missing
-        or None.
+        """Return a setting from ``dflash_config`` or, failing that, from the config's top level;
+        ``default`` if neither has a value that is not None.
         """
         value = (getattr(self.config, "dflash_config", None) or {}).get(name)
         value = getattr(self.config, name, None) if value is None else value
@@ -193,17 +198,20 @@ class DFlashHead(Head):
         return [layer.self_attn for layer in self.layers]
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of context tokens' K and V, [num_tokens, hidden]."""
+        """Return projected and normalised features, the input for K and V of context tokens.
+
+        [num_tokens, len(feature_layers) * target_hidden] -> [num_tokens, hidden]
+        """
         combined: torch.Tensor = self.hidden_norm(self.fc(features))
         return combined
 
     def cache_context(self, combined: torch.Tensor, position_ids: torch.Tensor, cache: Any) -> None:
-        """Cache every layer's K and V of context tokens.
+        """Compute K and V of context tokens in every layer, and append them to the cache.
 
         Args:
             combined: [1, num_tokens, hidden], from :meth:`combine`.
             position_ids: [1, num_tokens] int64.
-            cache: cache to update.
+            cache: transformers cache, or the hook of a packed forward.
         """
         # [1, 1, num_tokens, head_dim] each
         cos, sin = (part[:, None] for part in self.rotary_emb(combined, position_ids))
@@ -216,7 +224,7 @@ class DFlashHead(Head):
     def keys_and_values(
         self, attention: Any, combined: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's K, before rotation, and V of context tokens.
+        """Return K, before the rotary embedding, and V of context tokens in one layer.
 
         [1, num_tokens, hidden] -> [1, num_tokens, num_kv_heads, head_dim] each
         """
@@ -227,14 +235,16 @@ class DFlashHead(Head):
         return attention.k_norm(keys), values
 
     def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
-        """Return further arguments of the layers, by the ids of block tokens, [batch, num_tokens]
-        int64.
+        """Return extra keyword arguments for every layer's forward.
+
+        Args:
+            input_ids: [batch, num_tokens] int64, block tokens.
         """
         del input_ids
         return {}
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of block tokens, scaled by the head's factor.
+        """Return the embeddings of block tokens, multiplied by ``embedding_scale`` if it is set.
 
         [1, num_tokens] int64 -> [1, num_tokens, hidden]
         """
@@ -242,21 +252,25 @@ class DFlashHead(Head):
         embeds: torch.Tensor = module(input_ids)
         if self.embedding_scale is None:
             return embeds
-        scale = self.embedding_scale / getattr(
-            module, "embed_scale", 1.0
-        )  # some targets' embeddings apply a factor
+        # The embedding module of some targets (Gemma) already multiplies by embed_scale.
+        scale = self.embedding_scale / getattr(module, "embed_scale", 1.0)
         return embeds if isinstance(scale, float) and scale == 1.0 else embeds * scale
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits of normed states.  [1, num_rows, hidden] -> [1, num_rows, draft_vocab]"""
+        """Return the logits of hidden states after the final norm, with logit scale and softcap.
+
+        [1, num_rows, hidden] -> [1, num_rows, draft_vocab]
+        """
         logits: torch.Tensor = self.lm_head(states)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap > 0.0 else logits
 
     def outputs(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what a forward returns of block tokens' normed states.  -> [1, num_rows,
-        output_size]
+        """Return the forward's outputs for block tokens: their logits, to which subclasses append
+        what drafting a tree needs.
+
+        [1, num_rows, hidden], after the final norm -> [1, num_rows, output_size]
         """
         return self.logits(states)
 
@@ -270,21 +284,21 @@ class DFlashHead(Head):
         logits_to_keep: int | torch.Tensor = 0,
         **_: Any,
     ) -> CausalLMOutput:
-        """Forward block tokens, or cache context tokens.
+        """Compute the outputs of block tokens, or cache K and V of context tokens.
 
-        Without a mask, attention is causal, as the trial of packed forwards expects of a plain
-        forward.
+        Without a mask, attention is causal, as the trial that compares packed with plain forwards
+        expects.
 
         Args:
             input_ids: [batch, num_tokens] int64, block tokens.
-            attention_mask: additive or boolean mask for all layers; packed attention does not read
-                it.
-            position_ids: [1, num_tokens] int64; None: counted from 0.
+            attention_mask: additive or boolean mask for all layers; packed attention ignores it.
+            position_ids: [1, num_tokens] int64; None: 0, 1, 2, ...; required with
+                ``inputs_embeds``.
             cache: cache that the layers update.
             inputs_embeds: [1, num_tokens, hidden], combined features of context tokens, which have
                 no logits.
-            logits_to_keep: [num_rows] int64, the block tokens whose logits to return; 0: all. For
-                context tokens, its length is the number of rows of zeros to return.
+            logits_to_keep: [num_rows] int64, indices of the block tokens whose outputs to return;
+                0: all. For context tokens, its length is the number of rows of zeros to return.
 
         Returns:
             ``logits`` [batch, num_rows, output_size]; zeros for context tokens.
@@ -320,30 +334,31 @@ class DFlashHead(Head):
 
 
 class SequentialHead(DFlashHead):
-    """Base of block heads whose predictions also depend on the token before.
+    """Base of block heads that correct each prediction by the token drafted before it.
 
-    One forward returns the logits and states of all positions of a block. What follows, position by
-    position, depends on the token before, so that siblings of a tree have children with
-    probabilities of their own."""
+    One forward returns logits and hidden states for all positions of a block. :meth:`after` then
+    corrects them level by level for each node of the draft tree, so that the probabilities of a
+    node's children depend on the node."""
 
     drafter_class = SequentialBlockDrafter
-    is_recurrent: bool = False  # nodes have states
+    is_recurrent: bool = False  # draft nodes have states, computed from the state of the parent
 
     @property
     def output_size(self) -> int:
         return int(self.draft_vocab_size + self.config.hidden_size)
 
     def outputs(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits and states, concatenated."""
+        """Return logits and hidden states, concatenated in the last dimension."""
         return torch.cat((self.logits(states), states), dim=-1)
 
     def initial_states(self, num_rows: int) -> torch.Tensor:
-        """Return the states of roots.  -> [num_rows, 1, rank]"""
+        """Return the recurrent states of the roots of draft trees.  -> [num_rows, 1, state_size]"""
         raise NotImplementedError
 
     def by_node(self, outputs: torch.Tensor, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits and hidden states of a block token for each node: [num_rows, output_size]
-        -> [.., beam, ..].
+        """Split a block token's outputs into logits and hidden states, both repeated for the beam.
+
+        [num_rows, output_size] -> [num_rows, beam, draft_vocab], [num_rows, beam, hidden]
         """
         logits, hidden = outputs.tensor_split((self.draft_vocab_size,), dim=-1)
         return logits[:, None].expand(-1, beam, -1), hidden[:, None].expand(-1, beam, -1)
@@ -351,22 +366,24 @@ class SequentialHead(DFlashHead):
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
     ) -> Scores:
-        """Return the scores of nodes' children; ``log_acceptance`` is None if the head does not
-        predict it.
+        """Return the logits of the nodes' children, and their recurrent states if there are any.
+
+        ``log_acceptance`` of the scores is None if the head does not predict it.
 
         Args:
-            tokens: [num_rows, beam] int64, ids of the target.
-            outputs: [num_rows, output_size], of the block token that predicts the children.
-            states: [num_rows, beam, rank]; None unless nodes have states.
-            depth: depth of the nodes; 0: roots.
+            tokens: [num_rows, beam] int64, the nodes' tokens, as ids of the target.
+            outputs: [num_rows, output_size], outputs of the block token that predicts the children.
+            states: [num_rows, beam, state_size], the nodes' recurrent states; None if the head is
+                not recurrent.
+            depth: depth of the nodes in the draft tree; 0: roots.
         """
         raise NotImplementedError
 
 
 def _causal_mask(states: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return the additive causal mask of consecutive tokens, with a sliding window if there is one.
+    """Return an additive causal mask, in which a token sees at most ``window`` tokens if it is set.
 
-    [batch, num_tokens, hidden] -> [1, 1, num_tokens, num_tokens]
+    states [batch, num_tokens, hidden] -> [1, 1, num_tokens, num_tokens]
     """
     positions = torch.arange(states.shape[1], device=states.device)
     distances = positions[:, None] - positions  # query position minus key position

@@ -1,5 +1,5 @@
-"""DFlash2 heads: DFlash blocks with convolutions, whose best candidates are scored by the token
-before.
+"""DFlash2 network: DFlash with convolutions along the block, and a selector that rescores the most
+probable candidates of each position given the token drafted before it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from hf_slospec.heads.dflash import KNOWN, SequentialHead
 
 
 class BlockConvolution(nn.Module):
-    """Two convolutions along a block, before and after a sublayer, with kernels that depend on the
-    token.
+    """Two causal convolutions along a block, one before and one after a sublayer.
+
+    Their kernels are a learned base plus a projection of each token's hidden state.
     """
 
     def __init__(self, hidden_size: int, num_taps: int, group_size: int):
@@ -31,8 +32,9 @@ class BlockConvolution(nn.Module):
         )
 
     def kernels(self, states: torch.Tensor) -> torch.Tensor:
-        """Return both kernels of every token.  [1, num_tokens, hidden] -> [1, num_tokens, 2,
-        num_taps, hidden]
+        """Return each token's kernels for the convolutions before and after the sublayer.
+
+        [1, num_tokens, hidden] -> [1, num_tokens, 2, num_taps, hidden]
         """
         projected = self.kernel_projection(states).unflatten(-1, (*self.base_kernel.shape[:2], -1))
         delta: torch.Tensor = projected.repeat_interleave(self.group_size, dim=-1)
@@ -42,12 +44,15 @@ class BlockConvolution(nn.Module):
     def convolve(
         states: torch.Tensor, kernel: torch.Tensor, is_behind: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum over a token and those before it in its block.
+        """Return the causal convolution of each block; tap i reads the token i positions before.
 
         Args:
-            states: [1, num_tokens, hidden].
+            states: [1, num_tokens, hidden], one or several blocks.
             kernel: [1, num_tokens, num_taps, hidden].
-            is_behind: [1, num_tokens] bool, True where the token before is of the same block.
+            is_behind: [1, num_tokens] bool, True where the token before is in the same block.
+
+        Returns:
+            [1, num_tokens, hidden].
         """
         output = states * kernel[..., 0, :]
         is_seen = torch.ones_like(is_behind)
@@ -68,8 +73,9 @@ class DFlash2Layer(Qwen3DecoderLayer):
         self.mlp_conv = BlockConvolution(*sizes)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **attention: Any) -> torch.Tensor:
-        """Return the layer's output, [1, num_tokens, hidden]; see :class:`BlockConvolution` for
-        ``is_behind``.
+        """Return the layer's output, [1, num_tokens, hidden].
+
+        ``is_behind`` is a keyword argument; see :meth:`BlockConvolution.convolve`.
         """
         is_behind = attention.pop("is_behind")
         sublayers: list[tuple[Any, BlockConvolution, Any]] = [
@@ -89,7 +95,9 @@ class DFlash2Layer(Qwen3DecoderLayer):
 
 
 class CandidateSelector(nn.Module):
-    """Scores of a position's best candidates by the token before."""
+    """Computes corrections to the logits of a position's most probable candidates, given the token
+    before.
+    """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int):
         super().__init__()
@@ -100,12 +108,12 @@ class CandidateSelector(nn.Module):
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, candidates: torch.Tensor
     ) -> torch.Tensor:
-        """Return what is added to the candidates' logits, [num_rows, beam, num_candidates].
+        """Return the terms to add to the candidates' logits, [num_rows, beam, num_candidates].
 
         Args:
-            tokens: [num_rows, beam] int64, ids of the target.
-            hidden: [num_rows, hidden].
-            candidates: [num_rows, num_candidates] int64, ids of the head.
+            tokens: [num_rows, beam] int64, tokens before the position, as ids of the target.
+            hidden: [num_rows, hidden], hidden states of the position's block token.
+            candidates: [num_rows, num_candidates] int64, ids in the head's vocabulary.
         """
         projected: torch.Tensor = self.hidden_projection(hidden)
         context = self.predecessor_codebook[tokens] * projected[:, None]
@@ -113,8 +121,8 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Head(SequentialHead):
-    """DFlash network with convolutions, and with a selector among the best candidates of each
-    position.
+    """DFlash network with convolutions and a selector, which proposes only the ``selector_top_k``
+    most probable candidates of each position.
 
     The config has ``conv_kernel_size``, ``conv_group_size``, ``selector_rank`` and
     ``selector_top_k`` besides the settings of DFlash.
@@ -148,8 +156,9 @@ class DFlash2Head(SequentialHead):
         self.num_candidates = min(int(config.selector_top_k), self.draft_vocab_size)
 
     def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
-        # Blocks are known by their mask tokens, of which there are several in a row: in trials of
-        # forwards, no token has one before it.
+        # A token and the token before it are in the same block if the token is a mask token with a
+        # mask token next to it. (Trials of forwards run tokens that form no block; there, a mask
+        # token does not have another one next to it.)
         is_mask = input_ids == self.mask_token_id
         return {"is_behind": is_mask & (pad(is_mask, (1, 0))[:, :-1] | pad(is_mask, (0, 1))[:, 1:])}
 

@@ -1,5 +1,5 @@
-"""DSpark heads: DFlash blocks whose logits are corrected by the token before, which its Markov head
-reads.
+"""DSpark and Domino networks: DFlash with a module that corrects each position's logits by the
+tokens drafted before the position, and in DSpark also one that predicts acceptance.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from hf_slospec.drafters.level import Scores
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.dflash import KNOWN, SequentialHead
 
-SETTINGS = {"gru_hidden_dim": 1, "emb_dim": 1, "pure_draft_prefix_len": 0}  # their least values
+# Settings of Domino heads, and the least value of each.
+SETTINGS = {"gru_hidden_dim": 1, "emb_dim": 1, "pure_draft_prefix_len": 0}
 
 
 class DominoHead(SequentialHead):
-    """DFlash network with a GRU over the root and the tokens drafted before a position.
+    """DFlash network with a GRU that reads the tokens from the root to a node, by which the logits
+    of the node's children are corrected.
 
-    The config has ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len`` (positions that are
-    not corrected) besides the settings of DFlash.
+    The config has ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len`` (number of
+    leading positions that are not corrected) besides the settings of DFlash.
     """
 
     kind = "Domino"
@@ -63,19 +65,29 @@ class DominoHead(SequentialHead):
         return Scores(logits, states)
 
 
+# Kind of a Markov head, by the module that only this kind has; a head with neither is "vanilla".
 MARKOV_KINDS = {
     "gate_proj": "gated",
     "joint_proj": "rnn",
-}  # by the tensor that only this kind has; others: vanilla
+}
 
 
 class MarkovHead(nn.Module):
-    """Bias of a position's logits by the token before, of low rank."""
+    """Computes a low-rank bias for a position's logits from the token before the position."""
 
     def __init__(
         self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int, kind: str
     ):
-        """Make a module with random weights; ``kind`` is vanilla, gated or rnn."""
+        """Make a module with random weights.
+
+        Args:
+            vocab_size: number of tokens in the target's vocabulary.
+            draft_vocab_size: number of tokens in the head's vocabulary.
+            hidden_size: size of the block tokens' hidden states.
+            rank: size of the token embeddings and, for ``"rnn"``, of the recurrent states.
+            kind: ``"vanilla"``, ``"gated"`` (the hidden state gates the embedding) or ``"rnn"``
+                (the bias also depends on a recurrent state).
+        """
         super().__init__()
         self.kind = kind
         self.markov_w1 = nn.Embedding(vocab_size, rank)
@@ -88,12 +100,15 @@ class MarkovHead(nn.Module):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the bias [..., draft_vocab], and the states of the nodes' children.
+        """Compute the bias for the logits of the nodes' children.
 
         Args:
-            embeds: [..., rank], of the tokens before the position.
-            hidden: [..., hidden], normed states of the position's block token.
-            states: [..., rank], of the recurrent kind; None: other kinds have none.
+            embeds: [..., rank], embeddings of the nodes' tokens.
+            hidden: [..., hidden], hidden states of the block token that predicts the children.
+            states: [..., rank], the nodes' recurrent states; None unless the kind is ``"rnn"``.
+
+        Returns:
+            The bias [..., draft_vocab], and the children's recurrent states, [..., rank] or None.
         """
         latent = embeds
         next_states = states
@@ -111,14 +126,14 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Predictor of the probability that a position's proposal is accepted."""
+    """Predicts the probability that the target accepts a position's proposal."""
 
     def __init__(self, size: int):
         super().__init__()
         self.proj = nn.Linear(size, 1)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Return log probabilities.  [..., size] -> [...] f32"""
+        """Return the log probability of acceptance.  [..., size] -> [...] f32"""
         return logsigmoid(self.proj(features)[..., 0].float())
 
 
@@ -155,8 +170,8 @@ class DSparkHead(SequentialHead):
 
     @property
     def first_read_slot(self) -> int:
-        # The root's own outputs begin the states of recurrent heads that predict from the second
-        # token on.
+        # A recurrent head computes its first states from the outputs of the root's block token,
+        # even if that token makes no prediction.
         return 0 if self.is_recurrent else self.first_slot
 
     def initial_states(self, num_rows: int) -> torch.Tensor:

@@ -1,5 +1,7 @@
-"""EAGLE-3 heads: Llama or Qwen3 layers over token embeddings and combined hidden states of some
-target layers.
+"""EAGLE-3 and P-EAGLE networks: Llama or Qwen3 layers that read token embeddings and the combined
+hidden states of several target layers.
+
+``layouts.py`` reads their configs; ``head_drafter.py`` drafts with them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from hf_slospec.heads.head_drafter import PEagleDrafter
 from hf_slospec.heads.mtp import DraftHead
 from hf_slospec.model.properties import cache_option
 
-# kinds of layers
+# values of layer_types in transformers' configs
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}  # by model_type
@@ -32,20 +34,19 @@ LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer
 class Eagle3Settings:
     """Settings of an EAGLE-3 head, besides the config of its layers."""
 
-    feature_layers: tuple[
-        int, ...
-    ]  # hidden states of the target, numbered as in its output_hidden_states
+    # indices in the target's output_hidden_states of the hidden states to read
+    feature_layers: tuple[int, ...]
     target_hidden_size: int
     draft_vocab_size: int
-    norm_before_residual: bool = False  # the residual is the normed hidden state
-    norm_output: bool = False  # the next level takes the normed hidden state
-    norm_before_fc: bool = False  # one norm over the concatenated features, before fc
-    fc_norm: bool = False  # one norm for each layer's features, before fc
+    norm_before_residual: bool = False  # take the residual after hidden_norm, not before it
+    norm_output: bool = False  # pass the hidden state to child nodes after the final norm
+    norm_before_fc: bool = False  # apply one norm to the concatenated features, before fc
+    fc_norm: bool = False  # apply one norm per target layer to its features, before fc
     fc_bias: bool = False
 
 
 def widen_inputs(attention: nn.Module, size: int) -> None:
-    """Let attention read two states of this size, concatenated."""
+    """Replace q_proj, k_proj and v_proj so that they read two concatenated states of this size."""
     for name in ("q_proj", "k_proj", "v_proj"):
         if (plain := getattr(attention, name)) is not None:
             setattr(
@@ -56,7 +57,7 @@ def widen_inputs(attention: nn.Module, size: int) -> None:
 
 
 class Eagle3Layer(nn.Module):
-    """Decoder layer whose attention reads an embedding and a hidden state, concatenated."""
+    """First layer, whose attention reads an embedding and a hidden state, concatenated."""
 
     def __init__(self, config: LlamaConfig | Qwen3Config, norm_before_residual: bool):
         super().__init__()
@@ -77,7 +78,7 @@ class Eagle3Layer(nn.Module):
         Args:
             embeds: [batch, num_tokens, hidden].
             hidden: [batch, num_tokens, hidden].
-            attention: further arguments of the attention module.
+            attention: further keyword arguments for the attention module.
 
         Returns:
             [batch, num_tokens, hidden].
@@ -110,9 +111,9 @@ class Eagle3Head(DraftHead):
 
         Args:
             config: config of the layers; its ``vocab_size`` is the target's.
-            settings: the other settings.
-            embed_tokens: the target's embeddings; None: the head has its own.
-            lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
+            settings: settings that the config has no fields for.
+            embed_tokens: the target's embeddings to share; None: create embeddings for the head.
+            lm_head: the target's lm_head to share; None: create one for the head.
         """
         super().__init__(config)
         size = config.hidden_size
@@ -133,7 +134,8 @@ class Eagle3Head(DraftHead):
             self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(features_size, size, bias=settings.fc_bias)
         self.midlayer = self._first_layer()
-        later = range(1, config.num_hidden_layers)  # plain layers, named by their numbers
+        # Layers after the first are plain decoder layers; checkpoints name them from layers.1 on.
+        later = range(1, config.num_hidden_layers)
         self.layers = nn.ModuleDict(
             {str(index): LAYERS[config.model_type](config, index) for index in later}
         )
@@ -160,7 +162,6 @@ class Eagle3Head(DraftHead):
 
     @property
     def _kinds(self) -> list[str]:
-        """Kinds of the layers."""
         return list(
             getattr(self.config, "layer_types", None) or [FULL] * self.config.num_hidden_layers
         )
@@ -187,7 +188,8 @@ class Eagle3Head(DraftHead):
                 attention_mask=attention_mask[kind],
                 **cache_option(cache),
             )
-            if self.config.model_type == "llama":  # its layers do not read the window in the config
+            # Qwen3 layers read the sliding window from the config, Llama layers do not.
+            if self.config.model_type == "llama":
                 options["sliding_window"] = self.config.sliding_window if kind == SLIDING else None
             inputs = (hidden,) if index else (embeds, hidden)
             hidden = (self.layers[str(index)] if index else self.midlayer)(*inputs, **options)
@@ -196,11 +198,11 @@ class Eagle3Head(DraftHead):
 
 
 class PEagleHead(Eagle3Head):
-    """EAGLE-3 network that predicts several positions in one forward, by mask entries behind the
-    last entry.
+    """EAGLE-3 network that predicts several positions in one forward, by means of mask entries.
 
-    A mask entry takes the embedding of the mask token and a learned feature, and predicts one
-    position later than the entry before it.
+    Mask entries are appended to a request's last entry. Each takes the embedding of the mask token
+    and a learned feature, and predicts the position after the one that the entry before it
+    predicts.
     """
 
     kind = "P-EAGLE head"
@@ -210,18 +212,18 @@ class PEagleHead(Eagle3Head):
         """Make a network with random weights.
 
         Args:
-            arguments: those of :class:`Eagle3Head`.
-            mask_token_id: id of the target.
-            num_proposals: number of positions that one forward predicts.
+            arguments: positional arguments of :class:`Eagle3Head`.
+            mask_token_id: id of the mask token in the target's vocabulary.
+            num_proposals: maximum number of positions that one forward predicts.
         """
         super().__init__(*arguments)
         self.mask_token_id = mask_token_id
         self.num_proposals = self.min_nodes = num_proposals
-        # In a module, as loading takes the head's own modules: [1, 1, features].
+        # [1, 1, num_features], in a ParameterDict, as loading assigns tensors to submodules only.
         self.mask_entry = nn.ParameterDict({"hidden": torch.empty(1, 1, self.fc.in_features)})
 
     def mask_inputs(self, num_entries: int) -> torch.Tensor:
-        """Return the inputs of mask entries, [num_entries, embedding + hidden]."""
+        """Return the inputs of mask entries.  -> [num_entries, embedding + hidden]"""
         hidden: torch.Tensor = self.mask_entry["hidden"]
         token = torch.full((1,), self.mask_token_id, device=hidden.device)
         inputs = torch.cat((self.embed_tokens(token), self.combine(hidden[0])), dim=-1)
@@ -229,7 +231,10 @@ class PEagleHead(Eagle3Head):
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the default layers of features, for configs that name none: an early, a middle and a
-    late one.
+    """Return the hidden states that a head reads if its config names none: of an early, a middle
+    and a late layer.
+
+    Returns:
+        Indices in the target's ``output_hidden_states``.
     """
     return 2, num_layers // 2, num_layers - 3

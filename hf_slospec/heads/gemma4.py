@@ -1,4 +1,7 @@
-"""Heads of DeepSpec with layers of Gemma 4: DFlash, DSpark and EAGLE-3."""
+"""DFlash, DSpark and EAGLE-3 networks with Gemma 4 layers, as published by DeepSpec.
+
+Gemma 4 assistant models are in ``shared_kv.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +26,28 @@ from hf_slospec.heads.dflash import DFlashHead
 from hf_slospec.heads.dspark import DSparkHead
 from hf_slospec.heads.eagle3 import FULL, Eagle3Head, widen_inputs
 
+# Values of model_type in the configs of these heads, copied from their targets' configs.
 MODEL_TYPES = (
     "gemma4_text",
     "gemma4_unified_text",
-)  # types of targets, which configs of heads keep
-# Settings of targets with which DeepSpec makes no heads.
+)
+# Config fields that must be absent or 0: DeepSpec makes no heads with these features.
 UNSUPPORTED = ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers")
 
 
 def config_of_gemma4(source: str, fields: Mapping[str, Any]) -> Any:
-    """Return a head's :class:`Gemma4TextConfig` by its fields, most of which are copied from the
-    target's config.
+    """Make a :class:`Gemma4TextConfig` from the config fields of a head.
 
     Raises:
-        UnsupportedModelError: the fields are invalid, or the layers are none that DeepSpec's heads
-            have.
+        UnsupportedModelError: the fields are invalid, or set a feature in ``UNSUPPORTED``.
     """
     for name in UNSUPPORTED:
         if fields.get(name):
             raise UnsupportedModelError(
                 f"{source} has {name} {fields[name]!r}; its layers must be dense and whole"
             )
-    # Every layer attends to the whole text, whatever the config says; absent, per-layer inputs
-    # would have a size.
+    # The fields were copied from the target's config, but all layers of these heads use full
+    # attention and none has per-layer inputs, which the config class would enable by default.
     num_layers = fields.get("num_hidden_layers")
     layers = [FULL] * num_layers if isinstance(num_layers, int) else None
     overrides = {"layer_types": layers, "hidden_size_per_layer_input": 0}
@@ -60,7 +62,7 @@ def config_of_gemma4(source: str, fields: Mapping[str, Any]) -> Any:
 
 
 class FullRotaryEmbedding(Gemma4TextRotaryEmbedding):
-    """Rotary embeddings of the layers that attend to the whole text."""
+    """Gemma 4's rotary embeddings for full-attention layers, with the call signature of Qwen3's."""
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor
@@ -77,16 +79,16 @@ class Gemma4Head(Head):
     rotary_class = FullRotaryEmbedding
 
     def _own_embeddings(self) -> nn.Module:
-        """Return embeddings that multiply by the root of the hidden size."""
+        """Return an embedding module that multiplies by the square root of the hidden size."""
         size = self.config.hidden_size
-        padding: Any = None  # forwards do not read it
+        padding: Any = None  # padding_idx, which forwards do not read
         return Gemma4TextScaledWordEmbedding(self.config.vocab_size, size, padding, size**0.5)
 
 
 class Gemma4DFlashHead(Gemma4Head, DFlashHead):
-    """DFlash network of DeepSpec, which is DSpark without a Markov head.
+    """DFlash network with Gemma 4 layers.
 
-    Values of its layers may be their keys before norm and rotation.
+    A layer without v_proj uses the output of k_proj, before norm and rotary embedding, as values.
     """
 
     config_class = Gemma4TextConfig
@@ -103,13 +105,13 @@ class Gemma4DFlashHead(Gemma4Head, DFlashHead):
         return attention.k_norm(keys), attention.v_norm(values)
 
     def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
-        return {
-            "shared_kv_states": {}
-        }  # the last layer writes its K and V here, for layers that take them over
+        # Gemma 4 layers write their K and V to this argument for layers that share them; no layer
+        # of a head does.
+        return {"shared_kv_states": {}}
 
 
 class Gemma4DSparkHead(Gemma4DFlashHead, DSparkHead):
-    """DSpark network of DeepSpec."""
+    """DSpark network with Gemma 4 layers."""
 
 
 BLOCKS: dict[type[DFlashHead], type[DFlashHead]] = {
@@ -119,7 +121,7 @@ BLOCKS: dict[type[DFlashHead], type[DFlashHead]] = {
 
 
 class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
-    """Gemma 4 layer whose attention reads an embedding and a hidden state, concatenated."""
+    """Gemma 4 decoder layer whose attention reads an embedding and a hidden state, concatenated."""
 
     def __init__(self, config: Any):
         super().__init__(config, 0)
@@ -139,7 +141,7 @@ class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
 
 
 class Gemma4Eagle3Head(Gemma4Head, Eagle3Head):
-    """EAGLE-3 network of DeepSpec."""
+    """EAGLE-3 network with one Gemma 4 layer."""
 
     def _first_layer(self) -> nn.Module:
         return Gemma4Eagle3Layer(self.config)

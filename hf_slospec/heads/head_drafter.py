@@ -1,4 +1,7 @@
-"""Drafting with heads that predict one token after another (EAGLE-3, MTP), and P-EAGLE's."""
+"""Drafters for heads that draft token by token (EAGLE-3, MTP), and for P-EAGLE heads.
+
+The networks are in ``eagle3.py`` and ``mtp.py``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class HeadNetwork:
-    """Network of a drafting head; see :class:`Network`."""
+    """Adapter through which beam search runs a drafting head; see :class:`Network`."""
 
     head: DraftHead
     vocab_size: int  # the target's
@@ -50,8 +53,8 @@ class HeadNetwork:
 
 
 class HeadDrafter(FeatureDrafter):
-    """Beam search on the predictions of a head (:class:`DraftHead`), whose K/V cache has an entry
-    per known feature.
+    """Drafts by beam search with a :class:`DraftHead`, whose K/V cache has one entry per feature of
+    a committed token.
     """
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
@@ -61,14 +64,17 @@ class HeadDrafter(FeatureDrafter):
         return beam_search(requests, plan, network, run, self.packed.device, rows)
 
     def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Any:
-        """Forward the last layer of the beam of some requests, or for roots the entries of all
-        waiting features; see ``Level.grown``.
+        """Run the head on the last tree level of the requests with these indices.
+
+        At the root level, the head instead processes all features that are waiting. For the return
+        value see ``Level.grown``.
         """
         requests = [requests[index] for index in indices]
         if level.is_root:
             return self._process(requests, level)
         sequences = [self.sequences.of(request) for request in requests]
-        # A token's entry has the position of the token before, whose feature it takes.
+        # An entry has the position of the token whose feature it takes, which is the token before
+        # the one whose embedding it takes.
         positions = [len(request.tokens) - 2 for request in requests]
         parts = draft_nodes(self.packed, sequences, positions, level.sizes)
         return self.sequences.draft(
@@ -81,19 +87,23 @@ class HeadDrafter(FeatureDrafter):
         level: Level | None = None,
         masks: torch.Tensor | None = None,
     ) -> Any:
-        """Cache the entries of all waiting features; return the level's outputs for each request's
-        last entry.
+        """Run the head on all waiting features in one packed forward, which caches their entries.
 
         Args:
-            requests: those with features.
-            level: the first level of a beam; None: return the forward's outputs.
-            masks: [num_masks, embedding + hidden], inputs of further entries behind each last one,
-                whose outputs are returned too, and which are not kept.
+            requests: the requests to process; all of them have had features.
+            level: root level of a beam search, which computes its next level from the outputs;
+                None: return the outputs of the forward.
+            masks: [num_masks, embedding + hidden], inputs of mask entries to append to each
+                request; their outputs are returned too, and their K/V is not kept.
+
+        Returns:
+            The outputs for each request's last entry and its mask entries.
         """
         num_masks = 0 if masks is None else len(masks)
         self.sequences.reserve(requests)
         for request in requests:
-            # A step was undone: forward the last entry again.
+            # Nothing is waiting because a step was undone. The last feature is processed again, as
+            # its entry's outputs are needed.
             if not self.features[request].num_tokens:
                 self.sequences.of(request).length -= 1
         begins, features = zip(
@@ -137,9 +147,7 @@ class HeadDrafter(FeatureDrafter):
 
 
 class PEagleDrafter(HeadDrafter):
-    """Trees of the most probable prefixes of what a P-EAGLE head predicts, with one forward for all
-    levels.
-    """
+    """Drafts with a :class:`PEagleHead`: one forward predicts all levels of the draft trees."""
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         depth = min(plan.depth, self.head.num_proposals)

@@ -1,5 +1,5 @@
-"""Configs and networks of published EAGLE-3, P-EAGLE and block heads, by the files of their
-publishers.
+"""Choice of the network class and its config for a published EAGLE-3, P-EAGLE or block head, from
+its config file and tensor names, which differ between publishers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from hf_slospec.heads.eagle3 import (
 
 Tensors = dict[str, torch.Tensor]
 
-# Positions that P-EAGLE heads are trained to predict, if their config does not tell
+# Number of positions that a P-EAGLE head predicts in one forward if its config does not say.
 DEFAULT_PROPOSALS = 8
-# Settings of block heads that speculators writes beside those of the layers.
+# Config fields of block heads that the speculators library writes outside of
+# transformer_layer_config.
 BLOCK_SETTINGS = (
     "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "sample_from_anchor",
     "sliding_window_non_causal", "markov_rank", "markov_head_type", "enable_confidence_head",
@@ -53,15 +54,26 @@ DFLASH2_DEFAULTS = {
 
 
 class Layout(NamedTuple):
-    """Network of one checkpoint."""
+    """Network class and config for one checkpoint."""
 
     config: Any
-    build: Callable[[nn.Module | None, nn.Module | None], Head]  # of the target's shared modules
-    draft_vocab: int
+    # (target's embeddings or None, target's lm_head or None) -> head with random weights
+    build: Callable[[nn.Module | None, nn.Module | None], Head]
+    draft_vocab: int  # number of tokens that the head's logits cover
 
 
 def eagle3_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tensors) -> Layout:
-    """Return the network of an EAGLE-3 or P-EAGLE head; raises UnsupportedModelError."""
+    """Return the network class and config of an EAGLE-3 or P-EAGLE head.
+
+    Args:
+        checkpoint: the head's checkpoint.
+        target: the model that the head drafts for.
+        tensors: the head's tensors by name.
+
+    Raises:
+        UnsupportedModelError: the config is invalid, or asks for something not implemented.
+        IncompatibleDraftError: the head reads features of another size than the target's.
+    """
     source = checkpoint.source
     layers = options = checkpoint.config
     if "speculators_model_type" in options:
@@ -74,7 +86,7 @@ def eagle3_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tens
                 f"{source} reads one hidden state, as EAGLE-2 does; EAGLE-3 reads several"
             )
         read = options.get("eagle_aux_hidden_state_layer_ids") or options.get("target_layer_ids")
-        # Layers whose outputs are read; output_hidden_states begins with the embeddings.
+        # The config numbers layers from 0; entry 0 of output_hidden_states is the embeddings.
         read = [layer + 1 for layer in read] if read else None
     config = _config_of_layers(source, layers)
     settings = Eagle3Settings(
@@ -102,9 +114,7 @@ def eagle3_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tens
 
 
 def _mask_settings(source: str, options: Mapping[str, Any], vocab: int) -> dict[str, int]:
-    """Return the settings of a P-EAGLE head: its mask token, and how many positions its publisher
-    lets it predict.
-    """
+    """Return ``mask_token_id`` and ``num_proposals`` of a P-EAGLE head, from its config."""
     token = options.get("mask_token_id", options.get("ptd_token_id"))
     if not isinstance(token, int) or not 0 <= token < vocab:
         raise UnsupportedModelError(
@@ -130,7 +140,7 @@ def _config_of_layers(source: str, fields: Mapping[str, Any]) -> Any:
             f"{source} has layers of type {kind!r}; only Llama, Qwen3 and Gemma 4 layers can be loaded"
         )
     config: Any = read_config(source, Qwen3Config if kind == "qwen3" else LlamaConfig, fields)
-    # A window counts in layers that the config names only, as for the publishers' classes.
+    # A sliding window applies only if layer_types has sliding layers, as in the publishers' code.
     if SLIDING not in (getattr(config, "layer_types", None) or ()):
         config.sliding_window = None
     elif getattr(config, "sliding_window", None) is None:
@@ -146,8 +156,16 @@ def _config_of_layers(source: str, fields: Mapping[str, Any]) -> Any:
 
 
 def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tensors) -> Layout:
-    """Return the network of a DFlash, DFlash2, DSpark or Domino head; raises
-    UnsupportedModelError.
+    """Return the network class and config of a DFlash, DFlash2, DSpark or Domino head.
+
+    Args:
+        checkpoint: the head's checkpoint.
+        target: the model that the head drafts for.
+        tensors: the head's tensors by name; copies of the target's weights that the head does not
+            use are removed.
+
+    Raises:
+        UnsupportedModelError: the config is invalid, or asks for something not implemented.
     """
     source = checkpoint.source
     fields = checkpoint.config
@@ -165,8 +183,9 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
     sequential = _sequential_settings(source, fields | nested, tensors)
     is_sequential = bool(sequential["markov_rank"] or sequential["enable_confidence_head"])
     kind: type[DFlashHead] = DSparkHead if is_sequential else DFlashHead
-    # Publishers of DSpark but speculators leave the setting out, and predict from the root on;
-    # Domino's has a name of its own.
+    # is_shifted: default of sample_from_anchor; if True, the root's block token makes the first
+    # prediction. DSpark configs leave the setting out, except those of speculators; Domino configs
+    # name it shift_label.
     is_shifted = is_sequential or projector == "dspark" or checkpoint.is_named("dspark")
     if projector == "domino":
         kind = DominoHead
@@ -193,7 +212,8 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
     draft_vocab = int(options.get("draft_vocab_size") or config.vocab_size)
     is_whole = draft_vocab == config.vocab_size
     unused = ["d2t", "t2d"] if is_whole else []
-    if is_of_speculators:  # copies of the target's, which its own classes replace, too
+    # speculators saves copies of the target's weights, and does not load them either.
+    if is_of_speculators:
         unused += ["embed_tokens.weight", "lm_head.weight"] if is_whole else ["embed_tokens.weight"]
     for name in unused:
         tensors.pop(name, None)
@@ -201,8 +221,8 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
 
 
 def _default_block_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """Return the target's layers whose outputs a head of z-lab reads if its config names none: one
-    per own layer.
+    """Return the target layers whose outputs a z-lab head reads if its config names none: as many
+    as the head has layers, evenly spaced from layer 1 to the third last; the middle one for 1.
     """
     if num_layers == 1:
         return [num_target_layers // 2]
@@ -213,10 +233,10 @@ def _default_block_layers(num_target_layers: int, num_layers: int) -> list[int]:
 def _sequential_settings(
     source: str, options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return the settings of a block head's Markov and confidence heads, known by their tensors.
+    """Read the settings of a block head's Markov head and confidence head from its tensors.
 
     Raises:
-        UnsupportedModelError: the config has other settings.
+        UnsupportedModelError: the config contradicts the tensors.
     """
     embeds = tensors.get("markov_head.markov_w1.weight")
     proj = tensors.get("confidence_head.proj.weight")

@@ -1,5 +1,8 @@
-"""Table of published head formats: how each is recognised, how its tensors are renamed, and what
-builds the network; formats that cannot be loaded have a reason instead.
+"""Loading of published drafting heads and MTP layers.
+
+``FORMATS`` at the end is the table of head formats: each entry recognises a checkpoint and loads
+it, or gives the reason why it cannot be loaded. ``layouts.py`` reads the configs and chooses the
+networks; ``checkpoint.py`` checks tensors against the target.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ from hf_slospec.heads.mtp import DraftHead, MtpHead, ShippedMtpHead
 from hf_slospec.model.properties import input_device, vocab_size
 
 Recognise = Callable[[Checkpoint], bool]
-Renames = Mapping[str, str]  # replacements by pattern, applied in order
+Renames = Mapping[str, str]  # regular expression -> replacement in tensor names, applied in order
 
-# Tensors that are not read: copies of the target's modules, and computed buffers.
+# Tensors that are not loaded: copies of the target's weights, and buffers that modules compute.
 IGNORED = (
     "verifier_norm.weight",
     "verifier_lm_head.weight",
@@ -41,15 +44,16 @@ IGNORED = (
 )
 EAGLE3_NAMES = {
     r"^layers\.0\.": "midlayer.",
-    # SGLang's name of the only norm before the attention of later layers
+    # SGLang's name for the input norm of layers after the first
     r"^(layers\.\d+)\.hidden_norm\.": r"\1.input_layernorm.",
     r"^mask_hidden$": "mask_entry.hidden",
 }
 BLOCK_NAMES = {
-    r"^logit_head\.": "",  # early heads of SpecForge
+    r"^logit_head\.": "",  # prefix in early SpecForge checkpoints
     r"^(markov_w[12]|gate_proj|joint_proj)\.": r"markov_head.\1.",  # ModelOpt
-    r"^(prefix_gru\.weight_[ih]h)_l0$": r"\1",  # Domino, of a GRU with layers
-    r"^(candidate_selector\.\w+_codebook)\.weight$": r"\1",  # z-lab, of embeddings
+    r"^(prefix_gru\.weight_[ih]h)_l0$": r"\1",  # Domino saves an nn.GRU; here it is an nn.GRUCell
+    # z-lab saves an nn.Embedding; here it is a parameter
+    r"^(candidate_selector\.\w+_codebook)\.weight$": r"\1",
 }
 MIMO_NAMES = {
     r"^token_layernorm\.": "pre_fc_norm_embedding.",
@@ -62,12 +66,13 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class MtpLayout(NamedTuple):
-    """A publisher's names of the first MTP layer's tensors."""
+    """Names that one publisher gives the tensors of the first MTP layer in its checkpoints."""
 
     prefix: str
-    projection: str  # name of a tensor that every such layer has
+    projection: str  # tensor name, behind the prefix, by which the format is recognised
     renames: Renames
-    hidden_is_first: bool = False  # the projection reads the hidden state before the embedding
+    # The projection's input is (hidden state, embedding), not (embedding, hidden state).
+    hidden_is_first: bool = False
 
 
 MTP_LAYOUTS = (
@@ -78,7 +83,7 @@ MTP_LAYOUTS = (
 
 
 def load_head(path: str, target: PreTrainedModel) -> Any:
-    """Return the drafting head in a folder or Hub repository, in the target's dtype and on its
+    """Load the drafting head in a local folder or Hub repository, in the target's dtype and on its
     device.
 
     Raises:
@@ -97,7 +102,10 @@ def load_head(path: str, target: PreTrainedModel) -> Any:
 
 
 def renamed(tensors: Mapping[str, torch.Tensor], renames: Renames) -> dict[str, torch.Tensor]:
-    """Return tensors by their new names; a new name that another tensor has is not given."""
+    """Return the tensors with ``renames`` applied to their names.
+
+    A tensor keeps its old name if another tensor already has the new name.
+    """
     result = {}
     for name, tensor in tensors.items():
         new = name
@@ -115,7 +123,7 @@ def _load(
 ) -> Head:
     source = checkpoint.source
     check_verifier(checkpoint, target)
-    # Some publishers give the prefix model. to all names but the lm_head's.
+    # Some publishers prefix the names of all tensors except the lm_head with "model.".
     plain = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read().items()}
     tensors = renamed({n: each for n, each in plain.items() if n not in IGNORED}, renames)
     config, build, draft_vocab = layout_of(checkpoint, target, tensors)
@@ -141,12 +149,14 @@ def _load(
 
 
 def load_mtp(target: PreTrainedModel) -> DraftHead:
-    """Return the multi-token prediction layer that was published with the target.
+    """Load the multi-token prediction (MTP) layer from the target's own checkpoint.
 
     Raises:
-        InvalidInputError: the target's own checkpoint is not found.
+        InvalidInputError: the target was not loaded from a checkpoint, or the checkpoint is not
+            found.
         UnsupportedModelError: the checkpoint has no MTP layer, or one that cannot be loaded.
-        IncompatibleDraftError: the MTP layer does not have the target's shape.
+        IncompatibleDraftError: the MTP layer's tensors do not have the shapes that the target
+            needs.
     """
     source = str(target.config.name_or_path)
     if getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
@@ -196,7 +206,11 @@ def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead:
 
 
 def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with the weights of all experts stacked, as in transformers' modules."""
+    """Return the tensors with the weights of all experts of an MLP stacked, as in transformers.
+
+    ``experts.0.gate_proj.weight`` and so on become ``experts.gate_up_proj`` and
+    ``experts.down_proj``; other tensors stay as they are.
+    """
     joined: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -214,7 +228,7 @@ def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
     return joined
 
 
-# ---- the table
+# ---- head formats
 
 
 def _speculators(*kinds: str) -> Recognise:
@@ -222,7 +236,13 @@ def _speculators(*kinds: str) -> Recognise:
 
 
 def _marks(*names: str, tensor: str | None = None, field: str | None = None) -> Recognise:
-    """Recognise a class by a part of its name, a tensor by a pattern or a field of the config."""
+    """Return a function that recognises a checkpoint if any one of the given marks is present.
+
+    Args:
+        names: parts of the name of the checkpoint's model class.
+        tensor: regular expression that matches the name of a tensor.
+        field: name of a config field.
+    """
     return lambda checkpoint: (
         checkpoint.is_named(*names)
         or field in checkpoint.config

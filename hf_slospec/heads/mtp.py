@@ -1,5 +1,7 @@
-"""Multi-token prediction (MTP) layers: decoder layers that were trained with the target, applied
-level by level.
+"""Base of heads that draft token by token (EAGLE-3, MTP), and multi-token prediction (MTP) layers,
+which were trained with the target.
+
+``loading.py`` loads MTP layers, ``head_drafter.py`` drafts with these heads.
 """
 
 from __future__ import annotations
@@ -20,23 +22,24 @@ from hf_slospec.model.properties import cache_option
 
 
 class DraftHead(Head):
-    """Head that drafts one token after another.
+    """Head that drafts token by token.
 
-    Entry i takes the feature of token i and the embedding of token i + 1, and predicts token i + 2.
-    For draft nodes, whose features are not known, the hidden state that the parent's entry returns
-    replaces the feature."""
+    The head processes entries, each of which has a slot in its K/V cache. Entry i takes the
+    target's hidden state (feature) of token i and the embedding of token i + 1, and predicts token
+    i + 2. A draft node's entry would need the feature of its parent, which is not known yet; the
+    hidden state that the head returned for the parent's entry takes its place."""
 
     drafter_class = HeadDrafter
 
     @property
     def hidden_size(self) -> int:
-        """Size of the hidden state that entries take and return."""
+        """Size of the hidden states that the head takes as input and returns for each entry."""
         return int(self.config.hidden_size)
 
     @property
     def packed_input_size(self) -> int:
-        """Size of an entry's inputs, which packed forwards take in place of ids: an embedding and a
-        hidden state.
+        """Size of one entry's input, which packed forwards take in place of a token id: an
+        embedding and a hidden state, concatenated.
         """
         weight: Any = self.embed_tokens.weight
         return int(weight.shape[-1]) + self.hidden_size
@@ -49,30 +52,36 @@ class DraftHead(Head):
         cache: Any,
         attention_mask: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states of the logits and the children's hidden states, [1, num_tokens, hidden]
-        each.
+        """Run the head's layers.
 
         Args:
             embeds: [1, num_tokens, embedding].
-            hidden: [1, num_tokens, hidden], combined features, or hidden states that the parents'
-                entries returned.
+            hidden: [1, num_tokens, hidden]: combined features, or hidden states that the head
+                returned for the entries of the parent nodes.
             position_ids: [1, num_tokens] int64.
             cache: cache that the layers update; None: entries attend to each other only.
             attention_mask: from :meth:`mask`.
+
+        Returns:
+            Input of :meth:`logits`, and the hidden states that entries of child nodes take, both
+            [1, num_tokens, hidden].
         """
         raise NotImplementedError
 
     def mask(self, **arguments: Any) -> Any:
-        """Return the layers' masks in the form of the attention implementation; None: causal, if
-        that is its default.
+        """Return the attention mask for the layers, as transformers' ``create_causal_mask`` does.
 
-        ``arguments`` are those of transformers' functions that make masks.
+        None means causal attention where the attention implementation needs no mask for it.
+
+        Args:
+            arguments: keyword arguments of ``create_causal_mask``.
         """
         return create_causal_mask(**arguments)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the head's vocabulary.  [num_rows, hidden] -> [num_rows,
-        draft_vocab]
+        """Return logits over the head's (possibly reduced) vocabulary.
+
+        [1, num_rows, hidden] -> [1, num_rows, draft_vocab]
         """
         logits: torch.Tensor = self.lm_head(states)
         return logits
@@ -87,20 +96,22 @@ class DraftHead(Head):
         logits_to_keep: int | torch.Tensor = 0,
         **_: Any,
     ) -> CausalLMOutput:
-        """Forward entries.
+        """Compute the logits and hidden states of entries.
 
         Args:
-            input_ids: [1, num_tokens] int64, for trials and measurements: their embeddings replace
-                hidden states.
-            attention_mask: padding mask, or a whole mask [1, 1, num_tokens, num_keys]; None:
-                causal.
-            inputs_embeds: [1, num_tokens, embedding + hidden], embeddings and hidden states,
+            input_ids: [1, num_tokens] int64; only trials and measurements pass ids, whose
+                embeddings then also serve as hidden states.
+            attention_mask: 2D padding mask, or 4D mask [1, 1, num_tokens, num_keys]; None: causal.
+            position_ids: [1, num_tokens] int64; required.
+            cache: cache that the layers update; None: entries attend to each other only.
+            inputs_embeds: [1, num_tokens, embedding + hidden]: embeddings and hidden states,
                 concatenated.
-            logits_to_keep: [num_rows] int64, the entries whose outputs to return; 0: all.
+            logits_to_keep: [num_rows] int64, indices of the entries whose outputs to return; 0:
+                all.
 
         Returns:
-            ``logits`` [1, num_rows, draft_vocab + hidden]: logits and the children's hidden states,
-            concatenated.
+            ``logits`` [1, num_rows, draft_vocab + hidden]: logits and the hidden states that
+            entries of child nodes take, concatenated.
         """
         if inputs_embeds is None:
             assert input_ids is not None
@@ -127,7 +138,7 @@ class DraftHead(Head):
 
 
 def own_modules(head: nn.Module, target: PreTrainedModel) -> nn.ModuleDict:
-    """Return a head's direct submodules by name, without those of the target."""
+    """Return the head's direct submodules by name, except modules that belong to the target."""
     shared = {id(module) for module in target.modules()}
     return nn.ModuleDict(
         {name: module for name, module in head.named_children() if id(module) not in shared}
@@ -135,12 +146,11 @@ def own_modules(head: nn.Module, target: PreTrainedModel) -> nn.ModuleDict:
 
 
 class _TargetLayerHead(DraftHead):
-    """Head with a layer of the target's class, which reads the target's last hidden state, after
-    the final norm.
-    """
+    """Base of MTP heads, which read the target's last hidden state (after the final norm)."""
 
     kind = "MTP layer"
-    # The head gets the implementations of attention and experts that the target was loaded with.
+    # transformers raises an error for a head that does not support the attention and experts
+    # implementations in its config, which is copied from the target's.
     _supports_flash_attn = True
     _supports_flex_attn = True
 
@@ -164,13 +174,13 @@ class _TargetLayerHead(DraftHead):
 
 
 class MtpHead(_TargetLayerHead):
-    """MTP layer with the parameter names of Qwen3-Next and Qwen3.5, without their prefix ``mtp.``.
+    """MTP layer with the parameter names of Qwen3-Next and Qwen3.5, without the prefix ``mtp.``.
 
-    Embeddings, rotary embedding and output head are the target's.
+    It shares the target's embeddings, rotary embedding and lm_head.
     """
 
     def __init__(self, target: PreTrainedModel):
-        """Make a layer with random weights, of the target's own classes."""
+        """Build the layer with random weights from the target's decoder layer and norm classes."""
         super().__init__(target, _config_of_layer(target))
         decoder: Any = target.get_decoder()
         size = self.config.hidden_size
@@ -207,10 +217,9 @@ class MtpHead(_TargetLayerHead):
 
 
 class ShippedMtpHead(_TargetLayerHead):
-    """The first MTP layer of those that transformers loads with the target, applied at every level."""
+    """MTP layers loaded by transformers' ``MtpModel``; the first one drafts every tree level."""
 
     def __init__(self, target: PreTrainedModel, mtp: MtpModel):
-        """Take the MTP layers of a target."""
         super().__init__(target, mtp.config)
         self.mtp = mtp
 
@@ -246,8 +255,8 @@ class ShippedMtpHead(_TargetLayerHead):
 
 
 def _config_of_layer(target: PreTrainedModel) -> Any:
-    """Return the target's config for a model of one layer, with full attention and, if the target
-    has any, experts.
+    """Return a copy of the target's config for a single layer: with full attention, and with the
+    MLP type of the target's last layer or, where ``mlp_only_layers`` decides, with experts.
     """
     config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
     config.num_hidden_layers = 1

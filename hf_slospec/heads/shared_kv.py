@@ -1,4 +1,4 @@
-"""Drafting with an assistant whose layers attend to the target's K/V (Gemma 4)."""
+"""Drafting with Gemma 4 assistant models, whose layers attend to the target's K/V cache."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from hf_slospec.model.transfer import synchronize, to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import IntArray, TokenTree
 
-LAST_HIDDEN = (
-    -1
-)  # the target's hidden state after its last norm, numbered as in output_hidden_states
+# Index in the target's output_hidden_states of the hidden state after the final norm.
+LAST_HIDDEN = -1
 SLIDING = "sliding_attention"
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def cached_layers(model: Any) -> dict[str, int]:
-    """Return the last layer that caches K/V, by layer type; empty for models without layer types."""
+    """Return, for each layer type, the index of the last layer that caches K/V; empty for a model
+    whose config has no layer types.
+    """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     num_cached = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
@@ -45,12 +46,12 @@ def cached_layers(model: Any) -> dict[str, int]:
 
 
 class SharedKVModel:
-    """Forwards of an assistant's tokens, which attend to the target's committed tokens and not to
-    each other.
+    """Assistant model whose tokens attend to the target's committed tokens and not to each other.
 
-    An input is the target's embedding of a token, then a hidden state: for a root the target's, of
-    the token before; for other nodes the assistant's, of the parent. All nodes of a tree have the
-    position of its root."""
+    A node's input is the target's embedding of its token and a hidden state, concatenated. For a
+    root it is the target's hidden state of the token before the root; for other nodes, the hidden
+    state that the assistant returned for the parent. All nodes of a draft tree have the position
+    of its root."""
 
     def __init__(self, assistant: Any, target: PackedModel):
         self.assistant = assistant
@@ -58,7 +59,7 @@ class SharedKVModel:
         config = assistant.config.get_text_config()
         layers = cached_layers(target.model)
         self.layers = {kind: layers[kind] for kind in dict.fromkeys(config.layer_types)}
-        # transformers' mask is inclusive: the root sees one more key than the window has.
+        # transformers' sliding-window mask is inclusive here: a root sees window + 1 keys.
         self.max_keys = {
             kind: config.sliding_window + 1 if kind == SLIDING else None for kind in self.layers
         }
@@ -71,18 +72,18 @@ class SharedKVModel:
         tokens: torch.Tensor,
         states: torch.Tensor,
     ) -> Scores:
-        """Return logits of the next tokens, and hidden states for the children.
+        """Return the logits of the nodes' children, and the hidden states that the children take.
 
         Args:
-            pool: storage of the target's K/V.
-            sequences: [num_requests], the committed tokens before each root.
-            tokens: [num_requests, beam] int64.
-            states: [num_requests, beam, hidden].
+            pool: the target's K/V pool.
+            sequences: [num_requests], the target's K/V slots of the committed tokens before each
+                root.
+            tokens: [num_requests, beam] int64, the nodes' tokens.
+            states: [num_requests, beam, hidden], hidden states that the nodes take.
         """
         embeds = self.target.model.get_input_embeddings()(tokens)  # [num_requests, beam, hidden]
-        inputs = torch.cat((embeds, states.to(embeds)), dim=-1).flatten(0, 1)[
-            :, None
-        ]  # a batch of single tokens
+        # [num_requests * beam, 1, 2 * hidden]: a batch of sequences of one token
+        inputs = torch.cat((embeds, states.to(embeds)), dim=-1).flatten(0, 1)[:, None]
         lengths = to_device(
             torch.tensor([sequence.length for sequence in sequences], device="cpu"), tokens.device
         )
@@ -104,8 +105,8 @@ class SharedKVModel:
 
 
 def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None) -> PackedBatch:
-    """Return a batch of ``beam`` tokens per sequence, which see its last ``max_keys`` committed
-    tokens, or all.
+    """Return a packed batch of ``beam`` tokens per sequence, each of which attends to the last
+    ``max_keys`` committed tokens of its sequence; None: to all of them.
     """
     spans = []
     for index, whole in enumerate(sequences):
@@ -118,7 +119,9 @@ def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None)
 
 
 class _SharedKVForward(AttentionHook):
-    """Hook of one forward: every layer reads the K/V of a layer of the target, by layer type."""
+    """Attention hook of one assistant forward: each layer reads the K/V of the target's last layer
+    of the same type.
+    """
 
     def __init__(
         self,
@@ -128,8 +131,15 @@ class _SharedKVForward(AttentionHook):
         placeholders: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         backend: Backend,
     ):
-        """Mappings are by layer type; the assistant takes ``placeholders`` as K and V, which tell
-        its layers apart.
+        """Make the hook of one forward; all mappings are by layer type.
+
+        Args:
+            pool: the target's K/V pool.
+            layers: indices of the target's layers to read.
+            batches: packed batches, whose spans take account of the sliding window.
+            placeholders: K and V that the assistant gets as ``shared_kv_states``; by these objects
+                the hook tells the type of the layer that calls it.
+            backend: attention function of packed batches.
         """
         self.pool = pool
         self.layers = layers
@@ -145,8 +155,9 @@ class _SharedKVForward(AttentionHook):
         rules: AttentionRules,
         *_: Any,
     ) -> torch.Tensor:
-        """Return attention of queries [num_tokens, num_heads, 1, head_dim]; mask and window are in
-        the batch.
+        """Compute attention of queries [num_tokens, num_heads, 1, head_dim] over the target's K/V.
+
+        The mask argument and the window in ``rules`` are ignored, as the batch accounts for both.
 
         Returns:
             [num_tokens, 1, num_heads, value_dim].
@@ -165,31 +176,34 @@ class _SharedKVForward(AttentionHook):
 
 
 class SharedKVDrafter(Drafter):
-    """Beam search on the predictions of an assistant that reads the target's K/V and caches none.
+    """Drafts by beam search with an assistant that reads the target's K/V and caches none itself.
 
-    It keeps the target's last hidden state of each request.
+    For each request, it stores the target's hidden state of the token before the root, which is an
+    input of the root.
     """
 
     feature_layers = (LAST_HIDDEN,)
 
     def __init__(self, assistant: Any, vocab_size: int):
-        """``vocab_size`` is the target's."""
         self.assistant = assistant
         self.vocab_size = vocab_size
-        self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # tokens, last feature [1, hidden]
+        # number of tokens with features, and the last one's feature [1, hidden]
+        self._last: dict[Request, tuple[int, torch.Tensor]] = {}
 
     def read_kv_of(self, sequences: Sequences) -> None:
         self._sequences = sequences
         self._model = SharedKVModel(self.assistant, sequences.packed)
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
+        # Cloned, as a view would keep the features of all tokens alive.
         self._last[request] = (
             begin + len(features),
             features[-1:].clone(),
-        )  # a view would keep all features alive
+        )
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        # All tokens but the root have K/V, and the last of them has its feature.
+        # A request is ready if all its tokens but the root have K/V in the target's cache, and the
+        # feature of the token before the root is stored; other requests get trees of a root only.
         ready = [
             request
             for request in requests
@@ -225,7 +239,7 @@ class SharedKVDrafter(Drafter):
 
 
 class LevelTimer:
-    """Timer of draft levels by size; each reserves K/V of the target while it runs."""
+    """Measures the time of one draft level, over temporarily reserved K/V slots of the target."""
 
     def __init__(self, assistant: Any, target: PackedModel):
         self._model = SharedKVModel(assistant, target)
@@ -233,7 +247,9 @@ class LevelTimer:
         self.clock = target.ranks.clock
 
     def __call__(self, size: Size) -> float:
-        """Return the seconds of a level of this size, with the same number of nodes per request."""
+        """Run one level with ``size.num_tokens / size.num_requests`` nodes per request, and return
+        the seconds that it took.
+        """
         device = self._model.target.device
         shape = (size.num_requests, size.num_tokens // size.num_requests)
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -249,9 +265,7 @@ class LevelTimer:
 
 @dataclass(frozen=True, repr=False)
 class Gemma4Method(DraftMethod):
-    """A Gemma 4 assistant, which reads the target's K/V and its last hidden state and caches
-    nothing.
-    """
+    """Drafting method of a Gemma 4 assistant; see :class:`SharedKVDrafter`."""
 
     assistant: Any
 
@@ -278,8 +292,8 @@ class Gemma4Method(DraftMethod):
         self._check_layers(target)
 
     def _check_layers(self, target: Any) -> None:
-        """Raise IncompatibleDraftError unless the target caches K/V for every layer of the
-        assistant.
+        """Raise IncompatibleDraftError if, for the type of any layer of the assistant, the target
+        has no layer that caches K/V, or one with other K/V heads or on another device.
         """
         cached = cached_layers(target)
         kinds = self.assistant.config.get_text_config().layer_types
@@ -310,12 +324,12 @@ class Gemma4Method(DraftMethod):
 
 
 def gemma4_method(model: Any, *_: Any) -> DraftMethod | None:
-    """Return the method of a Gemma 4 assistant; None for other models."""
+    """Return the drafting method if the model is a Gemma 4 assistant; None otherwise."""
     return Gemma4Method(model) if model.config.model_type in MODEL_TYPES else None
 
 
 def _kv_shape(attention: Any) -> tuple[int, int]:
-    """Return the number and the size of a layer's K/V heads."""
+    """Return the number of K/V heads of an attention module, and the dimension of each."""
     return (
         attention.config.num_attention_heads // attention.num_key_value_groups,
         attention.head_dim,

@@ -1,4 +1,8 @@
-"""Drafting from suffix trees of the request's tokens and, if that is allowed, of past answers."""
+"""Suffix decoding: drafting from suffix trees of the request's tokens and, optionally, of past
+answers.
+
+The suffix trees are those of ``arctic-inference``; ``drafters/past_answers.py`` holds the answers.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +34,23 @@ from hf_slospec.tree.tree import TokenTree
 if TYPE_CHECKING:
     from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
 
-TREE_DEPTH = NUM_COMPARED  # of suffix trees: tokens of context and continuation together
-MIN_PATH_PROB = 0.02  # share of the matches; rarer continuations are not proposed
-# Limit of continuation per matched token; trees are limited by their probabilities instead
+# Depth of suffix trees in tokens, which the matched context and its continuation share.
+TREE_DEPTH = NUM_COMPARED
+# Continuations that followed fewer than this share of the matches are not proposed.
+MIN_PATH_PROB = 0.02
+# Arctic's limit on proposed tokens per matched token, set so high that it never applies;
+# MIN_PATH_PROB and max_nodes limit trees instead.
 ANY_LENGTH = 1e6
-READER = -1  # key in suffix caches of a request that only reads
-MAX_MATCHES = 8.0  # further matches add no confidence
-TEXT = 0  # key of a request's own tokens in its suffix cache
+# Key in a suffix cache of past answers under which running requests query it. The cache requires a
+# started request; this one never adds tokens.
+READER = -1
+MAX_MATCHES = 8.0  # number of matches beyond which further ones add no confidence
+TEXT = 0  # key in a request's suffix cache under which its tokens are added and queried
 
 
 def new_cache(max_outputs: int) -> SuffixDecodingCache:
-    """Return an empty cache that shares at most ``max_outputs`` outputs between requests; -1: all.
+    """Return an empty suffix cache that keeps the outputs of at most ``max_outputs`` requests for
+    others to match; -1: no limit.
 
     Raises:
         MissingExtraError: arctic-inference is not installed.
@@ -53,22 +63,35 @@ def new_cache(max_outputs: int) -> SuffixDecodingCache:
 def speculated(
     cache: SuffixDecodingCache, key: int, context: list[int], max_nodes: int
 ) -> SuffixDecodingDraft:
-    """Return the tree of continuations of a context in a cache."""
+    """Return a tree of what followed earlier occurrences of the context in a suffix cache.
+
+    Args:
+        cache: the suffix cache to search.
+        key: a started request of the cache.
+        context: last tokens of the request, at most ``TREE_DEPTH``.
+        max_nodes: maximum number of proposed tokens.
+    """
     return cache.speculate(
         key, context, max_nodes, ANY_LENGTH, 0.0, MIN_PATH_PROB, use_tree_spec=True
     )
 
 
 class AnswerTrees:
-    """Suffix trees of past answers, each built when a request first needs it."""
+    """Index of past answers: a suffix cache per group of answers, built when first needed.
+
+    :class:`PastAnswers` calls ``begin``, ``append``, ``close`` and ``drop`` when answers change.
+    """
 
     def __init__(self, past: PastAnswers):
         self._past = past
         self._trees: dict[AnswerGroup, SuffixDecodingCache] = {}
 
     def continuations(self, request: Request, max_nodes: int) -> list[SuffixDecodingDraft]:
-        """Return the continuations of a running request's last tokens in answers to its prompt and
-        in all answers.
+        """Return what followed a running request's last tokens in past answers.
+
+        Returns:
+            One draft from the other answers to the same prompt, if there are any, and one from all
+            answers with the same salt.
         """
         past = self._past
         past.update(request)
@@ -89,37 +112,44 @@ class AnswerTrees:
         return tree
 
     def _begin_in(self, group: AnswerGroup, key: int, answer: PastAnswer) -> None:
-        """Begin an answer in a tree; prompts are not shown to requests with other prompts."""
+        """Add an answer to the suffix cache of a group.
+
+        The end of its prompt is included only in groups of one prompt, so that requests with other
+        prompts cannot draft from it.
+        """
         tree = self._trees[group]
         tree.start_request(key, [])
         tree.add_active_response(key, [*(answer.context if group.prompt else []), *answer.tokens])
 
     def begin(self, key: int, answer: PastAnswer) -> None:
-        """Add an answer."""
+        """Add an answer to the suffix caches of its groups that have been built."""
         for group in self._trees.keys() & answer.groups:
             self._begin_in(group, key, answer)
 
     def append(self, key: int, answer: PastAnswer, tokens: Sequence[int]) -> None:
-        """Add tokens to an answer."""
+        """Add tokens of an answer to the suffix caches of its groups."""
         for group in self._trees.keys() & answer.groups:
             self._trees[group].add_active_response(key, tokens)
 
     def close(self, key: int, answer: PastAnswer) -> None:
-        """End an answer."""
+        """End an answer in the suffix caches of its groups; it stays available for matching.
+
+        The suffix cache of its prompt is dropped when no request with that prompt is running.
+        """
         for group in self._trees.keys() & answer.groups:
             self._trees[group].stop_request(key)
         same = answer.groups[0]
         if not any(sibling.is_open for sibling in self._past.answers_to(same).values()):
-            self._trees.pop(same, None)  # built again for the next request with this prompt
+            self._trees.pop(same, None)  # rebuilt when the next request with this prompt drafts
 
     def drop(self, key: int, answer: PastAnswer) -> None:
-        """Remove an answer."""
+        """Remove an answer from the suffix caches of its groups, and drop caches left empty."""
         for group in self._trees.keys() & answer.groups:
             tree = self._trees[group]
             if answer.is_open:
                 tree.stop_request(key)
             tree.evict_cached_response(key)
-            if len(tree.cached_requests) == 1:  # only the reader is left
+            if len(tree.cached_requests) == 1:  # only READER is left
                 del self._trees[group]
 
 
@@ -138,20 +168,23 @@ class _RequestTree(Copied):
 
 
 class SuffixDrafter(Drafter):
-    """Suffix decoding: continuations of earlier occurrences of the last tokens.
+    """Drafter that proposes what followed earlier occurrences of a request's last tokens.
 
     Suffix trees of Snowflake's ``arctic-inference`` count what followed every earlier occurrence of
     up to ``TREE_DEPTH`` last tokens (SuffixDecoding, arXiv 2411.04975). A child's conditional
     probability is its share of its parent's occurrences, times a confidence that rises with the
-    matched tokens and the number of matches. If the noise of a sampled request is known, it is the
-    probability given that noise.
+    matched tokens and the number of matches. For a sampled request whose sampling noise is known,
+    that probability is conditioned on the noise.
 
-    A request's prompt and output are searched, and past answers if these are given.
+    It searches the request's prompt and output, and past answers if ``past`` is set.
     """
 
     def __init__(self, past: PastAnswers | None = None):
-        """``past``: answers to draft from, to which those of the drafter's requests are added; a
-        token takes 400 bytes.
+        """Make a drafter that has no requests yet.
+
+        Args:
+            past: past answers to draft from, to which the drafter adds its requests' answers; a
+                token takes about 400 bytes in each suffix tree. None: draft from the request only.
 
         Raises:
             MissingExtraError: arctic-inference is not installed.
@@ -171,19 +204,20 @@ class SuffixDrafter(Drafter):
         return merge_trees(proposed, plan.depth * plan.width)
 
     def release(self, request: Request) -> None:
-        """Drop the suffix tree of a request, and end its answer."""
+        """Drop the request's suffix tree, and end its answer in the past answers."""
         with self._lock:
             self._trees.pop(request, None)
             if self.past is not None:
                 self.past.end(request)
 
     def _continuations(self, request: Request, max_nodes: int) -> list[SuffixDecodingDraft]:
-        """Return the continuations of a request's last tokens in its own tree and in past answers."""
+        """Return what followed the request's last tokens before: in its prompt and output, and in
+        past answers.
+        """
         tokens = request.tokens
         tree = self._trees.get(request)
-        if tree is None or not tree.is_prefix_of(
-            tokens
-        ):  # new, seen again after release, or rolled back
+        # The tree is built (again) for a new or preempted request, or one that was rolled back.
+        if tree is None or not tree.is_prefix_of(tokens):
             tree = self._trees[request] = _RequestTree()
         tree.append(tokens[tree.num_tokens :])
         of_text = speculated(tree.cache, TEXT, tokens[-TREE_DEPTH:], max_nodes)
@@ -193,7 +227,7 @@ class SuffixDrafter(Drafter):
 
 
 def _trees(request: Request, plan: Plan, drafts: Sequence[SuffixDecodingDraft]) -> list[TokenTree]:
-    """Return a request's drafts as token trees of the planned depth at most."""
+    """Return a request's drafts as token trees, cut to the planned depth."""
     depths = [_depths(draft) for draft in drafts]
     levels: list[set[int]] = [set() for _ in range(min(plan.depth, max(map(max, depths))))]
     for draft, token_depths in zip(drafts, depths, strict=True):
@@ -209,7 +243,7 @@ def _trees(request: Request, plan: Plan, drafts: Sequence[SuffixDecodingDraft]) 
 
 
 def _depths(draft: SuffixDecodingDraft) -> list[int]:
-    """Return the depths of a draft's root and tokens.  -> [1 + num_tokens]"""
+    """Return the depth of each node of a draft, the root (depth 0) first.  -> [1 + num_tokens]"""
     depths = [0]
     for parent in draft.parents:
         depths.append(depths[parent + 1] + 1)
@@ -219,19 +253,18 @@ def _depths(draft: SuffixDecodingDraft) -> list[int]:
 def _converted(
     root: int, draft: SuffixDecodingDraft, depths: Sequence[int], given_noise: ProbGivenNoise
 ) -> TokenTree:
-    """Return a draft as a token tree, with probabilities that rise with the match's length.
+    """Return a draft as a token tree whose probabilities rise with the length of the match.
 
-    The draft's probability of a token is its share of its parent's occurrences. The end of the
-    request's tokens counts as an occurrence without a continuation, so that the shares after n
-    matches sum to n / (n + 1)."""
+    A draft's path probability of a token is its share of the matches. The end of the request's
+    tokens counts as an occurrence without a continuation, so that the shares of the root's children
+    after n matches sum to n / (n + 1)."""
     total = sum(prob for prob, parent in zip(draft.probs, draft.parents, strict=True) if parent < 0)
     num_matches = min(total / (1.0 - total), MAX_MATCHES) if total < 1.0 else MAX_MATCHES
     shares = [total, *draft.probs]
     path_probs = [1.0]
     for node, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True), 1):
-        evidence = (
-            draft.match_len + num_matches + depths[node] - 2.0
-        )  # 1 match of 1 token, at depth 1: 0.5
+        # One match of one token gives a child of the root evidence 1, hence confidence 0.5.
+        evidence = draft.match_len + num_matches + depths[node] - 2.0
         prob = min(shares[node] / shares[parent + 1], 1.0) * (
             1.0 - 1.0 / (1.0 + max(evidence, 0.0))
         )
@@ -245,12 +278,12 @@ def _converted(
 
 
 class SuffixMethod(DraftMethod):
-    """Suffix trees of the request's tokens and, if these are given, of past answers."""
+    """Drafting method ``"suffix"``; see :class:`SuffixDrafter`."""
 
     kind = "suffix trees"
 
     def __init__(self, past: PastAnswers | None = None):
-        """Make the trees, which all engines share; see :class:`SuffixDrafter`."""
+        """Make the one drafter that all engines share; see :class:`SuffixDrafter`."""
         self._drafter = SuffixDrafter(past)
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:

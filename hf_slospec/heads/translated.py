@@ -1,4 +1,7 @@
-"""Drafting with an assistant model that has another tokenizer than the target."""
+"""Drafting with an assistant model whose tokenizer differs from the target's.
+
+``translation.py`` translates the tokens.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +33,31 @@ from hf_slospec.request.request import Request
 
 @dataclass(frozen=True, eq=False)
 class TranslatedNetwork:
-    """Network of an assistant model whose tokens are translated; see :class:`Network`."""
+    """Adapter through which beam search runs an assistant model with another tokenizer; it
+    translates token ids in both directions. See :class:`Network`.
+    """
 
     translation: TokenTranslation
     device: torch.device
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Tokens that both vocabularies have."""
+        """Tokens that the vocabularies of target and assistant have in common."""
         return self.translation.to(self.device)[0]
 
     def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
         return {"input_ids": self.translation.to(self.device)[2][tokens][None]}
 
     def scores(self, outputs: torch.Tensor) -> Scores:
-        """Return logits of the ids that both models have.  [..., vocab] -> [..., draft_vocab]"""
+        """Return the logits of the common tokens.  [..., assistant_vocab] -> [..., num_common]"""
         return Scores(outputs[..., self.translation.to(self.device)[1]])
 
 
 class TranslatedDrafter(AssistantDrafter):
-    """Drafts with the K/V of translated tokens; proposes tokens that both vocabularies have.
+    """Drafts by beam search with an assistant model that processes translated tokens.
 
-    Requests whose translated tokens do not fit into ``max_slots`` get trees that are only roots.
+    It caches K/V of the translated tokens and proposes only tokens that both vocabularies have. A
+    request whose translated tokens do not fit into ``max_slots`` gets a tree of a root only.
     """
 
     def __init__(self, packed: PackedModel, room: Room, translation: TokenTranslation):
@@ -60,7 +66,7 @@ class TranslatedDrafter(AssistantDrafter):
         self._translated = dict[Request, DraftTokens]()
 
     def _tokens_of(self, request: Request) -> DraftTokens:
-        """Translate a request's new tokens; drop the K/V of tokens that have changed."""
+        """Translate the request's new tokens; drop K/V of translated tokens that have changed."""
         draft_tokens = self._translated.setdefault(request, DraftTokens(self.translation, request))
         num_same = draft_tokens.update()
         if self.sequences.num_cached(draft_tokens) > num_same:
@@ -81,7 +87,9 @@ class TranslatedDrafter(AssistantDrafter):
         return by_request
 
     def reuse(self, request: Request) -> int:
-        """Return an estimate, as the number of translated tokens is another."""
+        """Take over K/V of a common prefix; return an estimate of the number of the request's
+        tokens that it covers, as K/V is counted in translated tokens.
+        """
         if self.sequences.max_kept is None:
             return 0
         draft_tokens = self._tokens_of(request)
@@ -98,7 +106,7 @@ class TranslatedDrafter(AssistantDrafter):
 
 @dataclass(frozen=True, repr=False)
 class TranslatedMethod(AssistantMethod):
-    """A smaller causal LM with a translation to its tokenizer."""
+    """Drafting method of an assistant model whose tokenizer differs from the target's."""
 
     translation: TokenTranslation
 
@@ -116,9 +124,16 @@ class TranslatedMethod(AssistantMethod):
 def translated_method(
     model: Any, target: Any, tokenizer: Any, assistant_tokenizer: Any
 ) -> DraftMethod | None:
-    """Return the method with a translation if the tokenizers are known to differ; None if not.
+    """Return the drafting method with translation if the two vocabularies differ.
 
-    The assistant's may be the name of a folder or repository, which need not have one.
+    Args:
+        model: the assistant model.
+        target: the target model.
+        tokenizer: the target's tokenizer; None: load it from where the target was loaded.
+        assistant_tokenizer: the assistant's tokenizer, or the folder or repository to load it from.
+
+    Returns:
+        None if the vocabularies are equal or one of the tokenizers is not available.
     """
     if (draft_tokenizer := _tokenizer(assistant_tokenizer)) is None:
         return None
@@ -136,10 +151,10 @@ def translated_method(
 def _tokenizer(source: PreTrainedTokenizerBase | str | None) -> PreTrainedTokenizerBase | None:
     if not isinstance(source, str):
         return source
-    if not source:  # name_or_path of a model that was built from a config
+    if not source:  # a model that was built from a config has an empty name_or_path
         return None
     try:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    except LOADING_ERRORS:  # it has none
+    except LOADING_ERRORS:  # there is no tokenizer in the folder or repository
         return None
     return loaded

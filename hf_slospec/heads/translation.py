@@ -1,4 +1,7 @@
-"""Translation of a target's tokens to those of a draft that has another tokenizer."""
+"""Translation of the target's tokens to the tokens of a draft model with another tokenizer.
+
+``translated.py`` drafts with it.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +23,36 @@ from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.request.request import Request
 
-WINDOW = (
-    10  # tokens before new ones that are tokenized again, and as many more before these as context
-)
-MAX_CUTS = 64  # maximum number of cuts kept per request; the last ones
-MIN_COMMON = 0.01  # share of the smaller vocabulary that both must have
-MAX_PIECE = 8  # maximum bytes of a token that is looked up by its bytes, beside invalid UTF-8
-ROLES = ("bos_token_id", "eos_token_id")
-INVALID = re.compile(r"([\udc80-\udcff]+)")  # invalid UTF-8, as the error handler below decodes it
+# Number of target tokens before new ones that are translated again with them, as new text may
+# change how a tokenizer splits the text before it. As many more are tokenized as context only.
+WINDOW = 10
+MAX_CUTS = 64  # number of most recent cuts (see Cut) that are kept per request
+MIN_COMMON = 0.01  # least share of the smaller vocabulary that the other one must contain
+# Longest token, in bytes, that is tried when bytes are looked up without the tokenizer.
+MAX_PIECE = 8
+ROLES = ("bos_token_id", "eos_token_id")  # special tokens that are common whatever their names
+# KEEP_INVALID: codec error handler that decodes invalid UTF-8 bytes to lone surrogates, which
+# INVALID matches.
+INVALID = re.compile(r"([\udc80-\udcff]+)")
 KEEP_INVALID = "surrogateescape"
 
-Key = bytes | str  # a token's meaning: the bytes of its text, or the name of a special token
+# Key by which tokens of two vocabularies are compared: the bytes of a token's text, or the name of
+# a special token.
+Key = bytes | str
 
 
 class TokenTexts:
-    """Texts of one tokenizer's tokens, and tokenization without special tokens."""
+    """Bytes that each token of a tokenizer stands for, and tokenization without special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._backend: Any | None = None  # of a tokenizer that is not written in Python
+        self._backend: Any | None = None  # copy of a fast tokenizer's backend
         if tokenizer.is_fast:
             self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
             self._backend.no_padding()
             self._backend.no_truncation()
-            self._backend.encode_special_tokens = True  # a special token's name in a text is text
+            # The name of a special token in a text is split like other text.
+            self._backend.encode_special_tokens = True
         added = tokenizer.added_tokens_decoder
         self.special = {
             *tokenizer.all_special_ids,
@@ -53,9 +62,9 @@ class TokenTexts:
         first = Counter(token[:1] for token in vocab)
         is_byte_level = first["Ġ"] > first["▁"]
         self.keys: dict[int, Key] = {}
-        ranks: dict[
-            int, int
-        ] = {}  # among tokens of equal text, tokenizers use that of the highest rank
+        # Of several tokens with the same text, tokenizers use an added token before an ordinary
+        # one, and that before a byte token (such as <0x0A>).
+        ranks: dict[int, int] = {}
         for token, number in vocab.items():
             if number in self.special:
                 self.keys[number] = token
@@ -70,22 +79,26 @@ class TokenTexts:
         }
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of tokens."""
+        """Return the bytes of the tokens' text; special and unknown tokens have none."""
         return b"".join(self.texts(tokens))
 
     def texts(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return the text of each token, empty for special and unknown ones."""
+        """Return the bytes of each token's text, empty for special and unknown tokens."""
         keys = (self.keys.get(token, b"") for token in tokens)
         return [key if isinstance(key, bytes) else b"" for key in keys]
 
     def split(self, text: str) -> list[int]:
-        """Return the tokens of a text, without special tokens; invalid UTF-8 in it is escaped."""
+        """Split a text into tokens, without adding special tokens.
+
+        Args:
+            text: decoded with the error handler ``KEEP_INVALID``, so it may hold lone surrogates.
+        """
         tokens = list[int]()
         for index, part in enumerate(filter(None, INVALID.split(text))):
             new = [] if INVALID.match(part) else self._split_valid(part)
-            if INVALID.match(part) or (
-                index and self.text(new) != part.encode()
-            ):  # the tokenizer added a space
+            # Bytes are looked up where the tokenizer cannot split the part: it is invalid UTF-8, or
+            # the tokenizer took it for the start of a text and added a space.
+            if INVALID.match(part) or (index and self.text(new) != part.encode()):
                 new = self._split_bytes(part.encode(errors=KEEP_INVALID))
             tokens += new
         return tokens
@@ -96,7 +109,9 @@ class TokenTexts:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _split_bytes(self, data: bytes) -> list[int]:
-        """Return the longest tokens of bytes, from the left; bytes without a token are skipped."""
+        """Split bytes greedily into the longest tokens of at most ``MAX_PIECE`` bytes; bytes that
+        begin no token are skipped.
+        """
         tokens = list[int]()
         while data:
             length = next((size for size in range(MAX_PIECE, 0, -1) if data[:size] in self.ids), 0)
@@ -107,25 +122,26 @@ class TokenTexts:
 
 
 class Cut(NamedTuple):
-    """A point of a text where tokens of both vocabularies begin."""
+    """Point between characters of a text where both tokenizations have a token boundary."""
 
-    target: int  # number of the target's tokens before it
-    draft: int  # number of the draft's tokens before it
+    target: int  # number of target tokens before the point
+    draft: int  # number of draft tokens before the point
 
 
 class Stretch(NamedTuple):
-    """Consecutive tokens of the target, translated to tokens of the draft."""
+    """Translation of consecutive target tokens."""
 
-    tokens: list[int]  # ids of the draft
-    cuts: list[Cut]  # in ascending order; the first one is the start of the stretch
+    tokens: list[int]  # ids of the draft model
+    cuts: list[Cut]  # in ascending order, numbers counted from the first cut, the stretch's start
 
 
 class TokenTranslation:
-    """Tokens that two vocabularies have in common, and the translation from one to the other.
+    """Tokens that the vocabularies of target and draft model have in common, and the translation of
+    target tokens to draft tokens.
 
-    Tokens are common if they have the same bytes, however the vocabularies write spaces and bytes,
-    or if they are special tokens of the same name or role (bos, eos). Drafts propose common tokens
-    only: token-level intersection (Timor et al., arXiv 2502.05202).
+    Two tokens are common if they stand for the same bytes, however the vocabularies write spaces
+    and bytes, or if they are special tokens of the same name or role (bos, eos). Only common tokens
+    are proposed: token-level intersection (Timor et al., arXiv 2502.05202).
     """
 
     def __init__(
@@ -138,10 +154,11 @@ class TokenTranslation:
         """Compare the vocabularies.
 
         Args:
-            target_tokenizer: the target's.
-            draft_tokenizer: the draft's.
-            target_vocab_size: tokens of the target model; its tokenizer may have more or fewer.
-            draft_vocab_size: tokens of the draft model.
+            target_tokenizer: the target's tokenizer.
+            draft_tokenizer: the draft model's tokenizer.
+            target_vocab_size: number of the target's logits; its tokenizer may have more or fewer
+                tokens.
+            draft_vocab_size: number of the draft model's logits.
 
         Raises:
             IncompatibleDraftError: the vocabularies have too few tokens in common.
@@ -153,7 +170,7 @@ class TokenTranslation:
             for key, number in self.draft.ids.items()
             if number < draft_vocab_size and key
         }
-        # Draft ids by the target's ids, several of which may have the same text.
+        # Target id -> draft id; several target tokens may have the same text, hence the same id.
         self._same = {number: ids[key] for number, key in self.target.keys.items() if key in ids}
         for role in ROLES:
             target_id = getattr(target_tokenizer, role)
@@ -174,12 +191,10 @@ class TokenTranslation:
                 "use a draft whose vocabulary is more like the target's"
             )
         self.target_ids = torch.tensor(common, device="cpu")  # [num_common] int64, ascending
-        self.draft_ids = torch.tensor(
-            [self._same[number] for number in common], device="cpu"
-        )  # [num_common] int64
-        self.draft_id_of = torch.zeros(
-            target_vocab_size, dtype=torch.int64, device="cpu"
-        )  # [target_vocab], 0 if not common
+        # [num_common] int64, the draft ids of target_ids
+        self.draft_ids = torch.tensor([self._same[number] for number in common], device="cpu")
+        # [target_vocab] int64, draft id by target id; 0 for tokens that are not common
+        self.draft_id_of = torch.zeros(target_vocab_size, dtype=torch.int64, device="cpu")
         self.draft_id_of[self.target_ids] = self.draft_ids
         self._by_device = dict[torch.device, tuple[Vocabulary, torch.Tensor, torch.Tensor]]()
         self._with_role = {getattr(target_tokenizer, role) for role in (*ROLES, "pad_token_id")}
@@ -188,16 +203,18 @@ class TokenTranslation:
         bos = draft_tokenizer.bos_token_id
         begins_with_bos = bos is not None and draft_tokenizer("")["input_ids"][:1] == [bos]
         self._prefix = [bos] if begins_with_bos else []
-        self.filler = (
-            int(self.draft_ids[0]) if bos is None else bos
-        )  # the only token of an empty translation
+        # Stands in for an empty translation, as a draft model needs at least one token.
+        self.filler = int(self.draft_ids[0]) if bos is None else bos
 
     def to(self, device: torch.device) -> tuple[Vocabulary, torch.Tensor, torch.Tensor]:
-        """Return the tensors on a device; they keep their addresses, as CUDA graphs read them.
+        """Return the id tables on a device.
+
+        Tables are made once per device, as CUDA graphs need tensors to keep their addresses.
 
         Returns:
-            The target's ids of common tokens, the draft's ids of them [num_common] int64, and the
-            draft's id of each token of the target [target_vocab] int64.
+            The target ids of common tokens as a :class:`Vocabulary`; the draft ids of common
+            tokens, [num_common] int64; the draft id of each target token, [target_vocab] int64, 0
+            for tokens that are not common.
         """
         if device not in self._by_device:
             vocabulary = Vocabulary(self.target_ids.to(device), len(self.draft_id_of))
@@ -209,8 +226,13 @@ class TokenTranslation:
         return self._by_device[device]
 
     def translate(self, tokens: Sequence[int], is_begin: bool = True) -> Stretch:
-        """Return the draft's tokens for some of the target's; ``is_begin``: the text begins with
-        them.
+        """Translate target tokens to draft tokens.
+
+        At the start of the text, a bos token is prepended if the draft's tokenizer adds one.
+
+        Args:
+            tokens: consecutive target tokens.
+            is_begin: the tokens are the start of the text.
         """
         parts = list(self._parts(tokens, is_begin))
         has_bos = bool(parts) and parts[0][1][:1] == self._prefix
@@ -227,7 +249,7 @@ class TokenTranslation:
     def _parts(
         self, tokens: Sequence[int], is_begin: bool
     ) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield each special token and each run of other tokens with its translation."""
+        """Yield each special token, and each maximal run of other tokens, with its translation."""
         for is_special, group in groupby(tokens, self._special.__contains__):
             if is_special:
                 yield from (([token], self._special[token]) for token in group)
@@ -237,11 +259,11 @@ class TokenTranslation:
             is_begin = is_special
 
     def _translated_run(self, tokens: Sequence[int], is_begin: bool) -> list[int]:
-        """Return the translation of tokens that are not special; ``is_begin``: the text begins with
-        them.
+        """Translate tokens that are not special; ``is_begin``: they are the start of the text or
+        follow a special token.
 
-        If both tokenizers split the text alike, the translation is token by token. Otherwise the
-        draft's tokenizer splits the text.
+        They are translated one by one if both tokenizers split their text alike, even if the
+        target's tokens are another split of it. Otherwise the draft's tokenizer splits the text.
         """
         text = self.target.text(tokens).decode(errors=KEEP_INVALID)
         if is_begin and self._adds_space:
@@ -254,8 +276,10 @@ class TokenTranslation:
         return [token for token in same if token is not None] if is_alike else split
 
     def _translated_special(self, token: int) -> list[int]:
-        """Return the draft's tokens for a special token: the same one, or its name unless it has a
-        role.
+        """Translate a special token to the common token, if there is one.
+
+        Otherwise, its name is translated: to the draft token with that text, or else to several
+        tokens. A token with a role (bos, eos, pad) is dropped instead of being split.
         """
         name = str(self.target.keys.get(token, ""))
         if token in self._same:
@@ -265,11 +289,11 @@ class TokenTranslation:
         return [] if token in self._with_role else self.draft.split(name)
 
     def _cuts(self, tokens: Sequence[int], translated: Sequence[int]) -> list[Cut]:
-        """Return the points where tokens of both begin, between characters; the last one is the
-        end.
+        """Return the cuts within a run of tokens and its translation; the last one is their end.
 
-        Points are compared by the bytes after them, as far as these agree: a tokenizer may begin
-        with a space, or normalise characters.
+        Token boundaries are matched by the number of bytes after them, as the start may differ by a
+        space. If a tokenizer has normalised characters, boundaries before the last difference are
+        not matched.
         """
         texts = self.target.texts(tokens), self.draft.texts(translated)
         target, draft = (
@@ -278,14 +302,12 @@ class TokenTranslation:
         shorter = min(len(target), len(draft))
         differs = np.flatnonzero(target[len(target) - shorter :] != draft[len(draft) - shorter :])
         num_same = shorter if not len(differs) else shorter - 1 - int(differs[-1])
-        target_left, draft_left = (
-            np.cumsum([0, *map(len, text[::-1])])[::-1] for text in texts
-        )  # bytes left
+        # bytes from each token's start to the end of the run
+        target_left, draft_left = (np.cumsum([0, *map(len, text[::-1])])[::-1] for text in texts)
         common, *indices = np.intersect1d(target_left, draft_left, return_indices=True)
         is_cut = (common > 0) & (common <= num_same)
-        is_cut[is_cut] &= (
-            target[len(target) - common[is_cut]] & 0xC0 != 0x80
-        )  # not within a character
+        # UTF-8 continuation bytes (10xxxxxx) are inside a character.
+        is_cut[is_cut] &= target[len(target) - common[is_cut]] & 0xC0 != 0x80
         cuts = [
             Cut(*pair) for pair in zip(*(index[is_cut].tolist() for index in indices), strict=True)
         ]
@@ -293,21 +315,22 @@ class TokenTranslation:
 
 
 class DraftTokens:
-    """A request's tokens, translated for its draft."""
+    """Translated tokens of one request, kept up to date as tokens are committed."""
 
     def __init__(self, translation: TokenTranslation, request: Request):
         self._translation = translation
         self._request = request
-        self.params = replace(
-            request.params, prompt=(), num_padding=0
-        )  # these matter for the target only
+        # The prompt and its padding matter for the target only.
+        self.params = replace(request.params, prompt=(), num_padding=0)
         self.tokens = list[int]()
         self._num_seen = 0
         self._cuts = [Cut(0, 0)]  # in ascending order
 
     @property
     def num_left(self) -> int:
-        """Number of tokens that the request may still emit; translated, they may be more or fewer."""
+        """Number of target tokens that the request may still emit, an estimate of the translated
+        tokens to come.
+        """
         return self._request.num_left
 
     @property
@@ -316,11 +339,14 @@ class DraftTokens:
         return self._request.error
 
     def update(self) -> int:
-        """Translate tokens that were committed since the last call; return how many leading tokens
-        are unchanged.
+        """Translate the tokens that were committed since the last call.
 
-        The last tokens are tokenized again with the new ones and with context before them, as
-        tokenizers split the begin of a text differently.
+        The tokens from the last cut at least ``WINDOW`` tokens before the new ones are translated
+        again. Context before that cut is tokenized with them and then discarded, as tokenizers
+        split the beginning of a text differently.
+
+        Returns:
+            The number of leading translated tokens that are unchanged.
         """
         committed = self._request.tokens
         if self._num_seen == len(committed):
@@ -332,7 +358,8 @@ class DraftTokens:
             (cut.draft for cut in stretch.cuts if context.target + cut.target == anchor.target),
             None,
         )
-        if after is None:  # the new tokens have changed those around the cut
+        # With the new text, the tokenizer no longer has a boundary at the cut: translate all.
+        if after is None:
             anchor = context = Cut(0, 0)
             stretch = self._translation.translate(committed)
             after = 0
@@ -349,7 +376,7 @@ class DraftTokens:
         return anchor.draft + num_common(old, new)
 
     def _last_cut(self, num_tokens: int) -> Cut:
-        """Return the last cut behind at most ``num_tokens`` of the target's tokens; the start if
-        none is kept.
+        """Return the last kept cut that has at most ``num_tokens`` target tokens before it; the
+        start of the text if there is none.
         """
         return next((cut for cut in reversed(self._cuts) if cut.target <= num_tokens), Cut(0, 0))
