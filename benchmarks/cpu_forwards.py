@@ -24,8 +24,8 @@ import torch
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.cpu.packed_weights import PackedWeights
+from hf_slospec.model.linear_overrides import Overrides
 from hf_slospec.model.machine import release_openmp_threads
-from hf_slospec.model.overrides import Overrides
 from hf_slospec.model.version import ModelVersion
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES

@@ -38,7 +38,7 @@ def load_plugins() -> None:
                 register()
 
 
-class Parts(NamedTuple):
+class EngineParts(NamedTuple):
     """Components of an engine, which differ between real, toy and simulated models."""
 
     target: Target
@@ -54,7 +54,7 @@ class Parts(NamedTuple):
 
 def new_engine(
     config: SLOSpecConfig,
-    parts: Parts,
+    parts: EngineParts,
     limits: Limits | None = None,
     requests: Sequence[Request] = (),
     shares_prompts: bool = False,

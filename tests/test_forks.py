@@ -12,7 +12,7 @@ import torch
 
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.forks import Condition, Lock, cached_property, undone
-from hf_slospec.model.overrides import ReplacedAttributes
+from hf_slospec.model.linear_overrides import ReplacedAttributes
 from hf_slospec.model.properties import evaluating
 from tests.support.forks import passes_in_child
 

@@ -6,7 +6,7 @@ def register() -> None:
     from hf_slospec.cpu.compiled import CompiledPath
     from hf_slospec.cpu.exact import ExactProducts
     from hf_slospec.cpu.packed_weights import PackedWeights
-    from hf_slospec.model.overrides import register_override
+    from hf_slospec.model.linear_overrides import register_override
     from hf_slospec.model.paths import register_path
 
     register_path(CompiledPath)

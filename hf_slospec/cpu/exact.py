@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.operators import Blocks
-from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions
+from hf_slospec.model.linear_overrides import Attribute, LinearOverride, Override, OverrideOptions
 from hf_slospec.model.version import ModelVersion
 
 # Inputs that a kernel of torch's may sum by themselves before adding them up; 0: it sums all in one

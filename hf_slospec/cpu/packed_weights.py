@@ -21,13 +21,13 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu.kernels import DTYPES, PACKING, PLAIN, Matrix, choose, packed_by
 from hf_slospec.model.checksum import weight_version
-from hf_slospec.model.memory import free_memory
-from hf_slospec.model.overrides import (
+from hf_slospec.model.linear_overrides import (
     LinearOverride,
     Override,
     OverrideOptions,
     weight_names,
 )
+from hf_slospec.model.memory import free_memory
 from hf_slospec.model.version import ModelVersion
 from hf_slospec.model.whose_code import changing_hooks, is_compiled
 

@@ -10,7 +10,7 @@ def register() -> None:
     from hf_slospec.cuda.exact import InvariantProducts
     from hf_slospec.cuda.fused_layers import FusedLayers
     from hf_slospec.model.attention.backends import KERNELS, Kernels
-    from hf_slospec.model.overrides import register_override
+    from hf_slospec.model.linear_overrides import register_override
     from hf_slospec.model.paths import register_path
 
     KERNELS["triton"] = Kernels(

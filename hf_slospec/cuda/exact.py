@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions
+from hf_slospec.model.linear_overrides import Attribute, LinearOverride, Override, OverrideOptions
 
 
 class InvariantProducts(LinearOverride):

@@ -29,7 +29,7 @@ from hf_slospec.cuda.few_rows import (
     why_not,
 )
 from hf_slospec.cuda.flash_kernels import HALF
-from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions
+from hf_slospec.model.linear_overrides import Attribute, LinearOverride, Override, OverrideOptions
 from hf_slospec.model.version import ModelVersion
 
 logger = logging.getLogger(__name__)

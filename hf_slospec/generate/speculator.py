@@ -14,7 +14,7 @@ from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
-from hf_slospec.assembly import Parts, new_engine
+from hf_slospec.assembly import EngineParts, new_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.user import UserMethod
@@ -262,14 +262,16 @@ class Speculator:
 
     def parts(
         self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None
-    ) -> Parts:
+    ) -> EngineParts:
         """Return the parts of an engine; ``config`` selects the policy as in :meth:`policy`."""
         if self.max_nodes:
             target.inform(drafter)
         drafter.read_kv_of(target.sequences)
         policy = self.policy(costs, config)
         clock = self.target.ranks.clock
-        return Parts(target, drafter, policy, costs, clock, self.lock.released, self.checks(config))
+        return EngineParts(
+            target, drafter, policy, costs, clock, self.lock.released, self.checks(config)
+        )
 
     def run(
         self,

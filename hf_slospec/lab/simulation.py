@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_slospec.assembly import Parts, limits_of, new_engine
+from hf_slospec.assembly import EngineParts, limits_of, new_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.checks import NO_CHECKS, Checks
 from hf_slospec.engine.events import StepEvent
@@ -92,7 +92,7 @@ class Replica:
             checks = Checks(max_nodes, sys.maxsize, has_user_policy=make_policy is not None)
         target = SimulatedTarget(library, hardware, self.clock, kv_tokens, continued)
         drafter = new_drafter(library, hardware, self.clock, seed)
-        parts = Parts(target, drafter, policy, costs, self.clock, checks=checks)
+        parts = EngineParts(target, drafter, policy, costs, self.clock, checks=checks)
         self.engine = new_engine(config, parts, limits)
         self.scheduler = self.engine.scheduler
         # Before and after the latest step

@@ -13,6 +13,7 @@ from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.forks import cached_property
 from hf_slospec.model.exact_trial import check_exact
+from hf_slospec.model.linear_overrides import all_modules
 from hf_slospec.model.machine import (
     log_idle_gpu,
     release_openmp_threads,
@@ -20,7 +21,6 @@ from hf_slospec.model.machine import (
     warn_if_oversubscribed,
 )
 from hf_slospec.model.measure import Forwards, drop_profile, load_profile, measure, save_profile
-from hf_slospec.model.overrides import all_modules
 from hf_slospec.model.ownership import check_activations, check_own_code
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import (

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_slospec.model.batch import NewTokens
-from hf_slospec.model.overrides import overriding
+from hf_slospec.model.linear_overrides import overriding
 from hf_slospec.model.transfer import to_device
 
 KINDS = ("longrope", "dynamic")  # values of rope_type with such frequencies

@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.model.overrides import all_modules
+from hf_slospec.model.linear_overrides import all_modules
 from hf_slospec.model.properties import cannot_be_packed
 from hf_slospec.model.whose_code import WRAPPERS, library_of
 

@@ -19,7 +19,7 @@ from hf_slospec.model.family import probe_layers
 from hf_slospec.model.inputs import DraftLevel, ForwardInputs, Outputs
 from hf_slospec.model.kv_cache import KVCache, KVPool, SharedCache
 from hf_slospec.model.length_rope import LengthRope
-from hf_slospec.model.overrides import OverrideOptions, Overrides
+from hf_slospec.model.linear_overrides import OverrideOptions, Overrides
 from hf_slospec.model.paths import Facts, PathContext, make_paths, resolve_paths
 from hf_slospec.model.probe import refuse_by_declaration
 from hf_slospec.model.properties import (

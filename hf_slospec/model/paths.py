@@ -22,7 +22,7 @@ from hf_slospec.model.family import ModelFamily
 from hf_slospec.model.inputs import ForwardInputs, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.length_rope import LengthRope
-from hf_slospec.model.overrides import weight_names
+from hf_slospec.model.linear_overrides import weight_names
 from hf_slospec.model.properties import input_device
 from hf_slospec.model.version import ModelVersion, can_be_traced
 from hf_slospec.model.whose_code import library_of

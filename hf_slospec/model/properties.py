@@ -18,8 +18,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.forks import undone
+from hf_slospec.model.linear_overrides import all_modules, container_kind, items_of
 from hf_slospec.model.memory import DEVICE_ERRORS, is_out_of_memory
-from hf_slospec.model.overrides import all_modules, container_kind, items_of
 
 # Names that models give the argument that takes the cache.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")

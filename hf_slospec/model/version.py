@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.model.checksum import Digest, State, digest, state_of
-from hf_slospec.model.overrides import (
+from hf_slospec.model.linear_overrides import (
     all_modules,
     container_kind,
     is_temporary,

@@ -18,7 +18,7 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_slospec.model.overrides import all_modules
+from hf_slospec.model.linear_overrides import all_modules
 from hf_slospec.model.properties import cannot_be_packed
 
 # Module of transformers whose hooks collect hidden states and attentions. The hooks stay on a model

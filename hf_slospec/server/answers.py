@@ -17,7 +17,7 @@ from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.server.bodies import SamplingBody, StreamOptions
 from hf_slospec.server.chats import ChatBody
 from hf_slospec.server.choices import Choice, Piece
-from hf_slospec.server.messages import Parts
+from hf_slospec.server.tool_calls import AnswerParts
 
 _encode = json.JSONEncoder(
     separators=(",", ":"), ensure_ascii=False
@@ -206,7 +206,7 @@ class BlockAnswer(ABC):
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
         return "".join(map(named_event, self._added(piece.parts, piece.finish_reason)))
 
-    def _added(self, parts: Parts, finish_reason: str | None) -> Events:
+    def _added(self, parts: AnswerParts, finish_reason: str | None) -> Events:
         for kind, text in (("reasoning", parts.reasoning), ("text", parts.content)):
             if text:
                 if kind != self._kind:
@@ -259,7 +259,7 @@ class BlockAnswer(ABC):
 AnswerForm = Answer | BlockAnswer
 
 
-def _message(parts: Parts) -> dict[str, Any]:
+def _message(parts: AnswerParts) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "content": None if parts.tool_calls and not parts.content else parts.content
     }
@@ -272,7 +272,7 @@ def _message(parts: Parts) -> dict[str, Any]:
     return fields
 
 
-def _delta(parts: Parts) -> dict[str, Any]:
+def _delta(parts: AnswerParts) -> dict[str, Any]:
     """Return the fields of a message's next chunk."""
     fields: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
     if parts.tool_calls:

@@ -157,7 +157,7 @@ class ToolChoice(ClosedModel):
         return CHOICES[self.type]
 
 
-class NamedTool(ClosedModel):
+class ToolByName(ClosedModel):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool = False
@@ -196,7 +196,7 @@ class CountTokensBody(ForeignBody):
     messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True)]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     tools: Annotated[list[CustomTool], Field(fail_fast=True)] | None = None
-    tool_choice: Annotated[ToolChoice | NamedTool, Field(discriminator="type")] | None = None
+    tool_choice: Annotated[ToolChoice | ToolByName, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None  # ignored: all prefixes are cached

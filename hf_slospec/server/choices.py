@@ -10,7 +10,7 @@ from typing import Any
 from hf_slospec.batcher.texts import INVALID, StoppedText, TextStream, ToText
 from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.server.engine import Decoding
-from hf_slospec.server.messages import Parser, Parts, PlainParts
+from hf_slospec.server.tool_calls import AnswerParts, Parser, PlainParts
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Piece:
         TokenLogprobs | None
     ]  # one per token, empty unless requested; None for a prompt's first token
     finish_reason: str | None = None  # None before the last piece
-    parts: Parts = field(
-        default_factory=Parts
+    parts: AnswerParts = field(
+        default_factory=AnswerParts
     )  # the text, split into content, reasoning and tool calls
     offsets: list[int] = field(
         default_factory=list

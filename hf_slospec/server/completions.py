@@ -22,10 +22,10 @@ from hf_slospec.server.chat_templates import ChatTemplates, PromptInputs
 from hf_slospec.server.chats import ChatBody, ForeignBody
 from hf_slospec.server.choices import Choice, Piece, merged
 from hf_slospec.server.engine import Order
-from hf_slospec.server.messages import CallParts, Parser, PlainParts, TemplateParts
 from hf_slospec.server.orders import end_tokens, order_of, prompt_of
 from hf_slospec.server.reading import RequestReader, fault_of, while_connected
 from hf_slospec.server.schemas import SchemaCheck
+from hf_slospec.server.tool_calls import CallParts, Parser, PlainParts, TemplateParts
 
 InPool = Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
 LONG_PIECE = 64  # log probabilities of more tokens than this are written in the thread pool

@@ -14,7 +14,7 @@ from hf_slospec.model.properties import vocab_size
 from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.state import FinishReason
-from hf_slospec.server.messages import response_template
+from hf_slospec.server.tool_calls import response_template
 from hf_slospec.server.work import Work
 
 

@@ -7,7 +7,7 @@ import copy
 import torch
 
 from hf_slospec.cuda.fused_layers import FusedLayers
-from hf_slospec.model.overrides import OverrideOptions
+from hf_slospec.model.linear_overrides import OverrideOptions
 from tests.support.packed import overridden
 from tests.support.toys.tiny_models import tiny_model
 

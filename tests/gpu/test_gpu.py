@@ -21,7 +21,7 @@ from hf_slospec.cuda.few_row_kernels import gated_product, invariant_product, jo
 from hf_slospec.cuda.fused_kernels import SILU, rotate
 from hf_slospec.cuda.fused_layers import FusedLayers
 from hf_slospec.cuda.tree_attention import TreeAttention
-from hf_slospec.model.overrides import OverrideOptions
+from hf_slospec.model.linear_overrides import OverrideOptions
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,
     TOLERANCE,

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_slospec.assembly import load_plugins
-from hf_slospec.model import overrides
-from hf_slospec.model.overrides import (
+from hf_slospec.model import linear_overrides as overrides
+from hf_slospec.model.linear_overrides import (
     LinearOverride,
     OverrideOptions,
     Overrides,

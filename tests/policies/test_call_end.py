@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_slospec.assembly import Parts, new_engine
+from hf_slospec.assembly import EngineParts, new_engine
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.lab.hardware import Hardware, lines
@@ -53,7 +53,7 @@ class Calls:
             policy = AutoPolicy(self.config, self.costs, self.history)
             engine = new_engine(
                 self.config,
-                Parts(target, drafter, policy, self.costs, clock),
+                EngineParts(target, drafter, policy, self.costs, clock),
                 requests=requests,
             )
             while engine.scheduler.running:

@@ -8,7 +8,7 @@ from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.server.engine import LocalEngine
-from hf_slospec.server.messages import response_template
+from hf_slospec.server.tool_calls import response_template
 
 QWEN = response_template(
     SimpleNamespace(config=SimpleNamespace(model_type="qwen3")), SimpleNamespace()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from hf_slospec import SLOSpecConfig
-from hf_slospec.model.overrides import Overrides
+from hf_slospec.model.linear_overrides import Overrides
 from hf_slospec.model.packed_model import PackedModel
 
 

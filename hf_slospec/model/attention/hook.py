@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_slospec.model.batch import AttentionRules
-from hf_slospec.model.overrides import Attribute, ReplacedAttributes
+from hf_slospec.model.linear_overrides import Attribute, ReplacedAttributes
 from hf_slospec.model.properties import cache_option, given_position_ids
 
 # Attention of a layer without a mask, by the implementation that the model was loaded with:

@@ -6,7 +6,7 @@ from collections import Counter
 from functools import partial
 from typing import Any, cast
 
-from hf_slospec.assembly import Parts, new_engine
+from hf_slospec.assembly import EngineParts, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.stats import Telemetry
 from hf_slospec.config import SLOSpecConfig
@@ -154,7 +154,7 @@ class Engines:
         if self.plan.policy == "auto" and self.plan.depth:
             policy = new_policy(self.config, costs, SpeculationHistory(self.config))
         faulty = FaultyPolicy(policy, self.world)
-        return Parts(target, drafter, faulty, costs, self.world.clock, self.lock.released)
+        return EngineParts(target, drafter, faulty, costs, self.world.clock, self.lock.released)
 
     def on_step(self, step, user):
         self.turns.append(user)

@@ -23,7 +23,7 @@ TOOL_CALLS = "tool_calls"
 
 
 @dataclass
-class Parts:
+class AnswerParts:
     """A section of an answer, split into content, reasoning and tool calls."""
 
     content: str = ""
@@ -32,9 +32,9 @@ class Parts:
         default_factory=list
     )  # in the form of OpenAI's streams
 
-    def __add__(self, after: Parts) -> Parts:
+    def __add__(self, after: AnswerParts) -> AnswerParts:
         calls = self.tool_calls + after.tool_calls
-        return Parts(self.content + after.content, self.reasoning + after.reasoning, calls)
+        return AnswerParts(self.content + after.content, self.reasoning + after.reasoning, calls)
 
 
 class PlainParts:
@@ -42,8 +42,8 @@ class PlainParts:
 
     num_calls = 0  # tool calls so far
 
-    def push(self, text: str, is_last: bool) -> Parts:
-        return Parts(text)
+    def push(self, text: str, is_last: bool) -> AnswerParts:
+        return AnswerParts(text)
 
 
 class CallParts:
@@ -54,11 +54,11 @@ class CallParts:
         self.num_calls = 0
         self._pending = ""
 
-    def push(self, text: str, is_last: bool) -> Parts:
+    def push(self, text: str, is_last: bool) -> AnswerParts:
         """Return the tool calls that more text completes. What is left of one that is cut off is
         content.
         """
-        parts = Parts()
+        parts = AnswerParts()
         decoder = json.JSONDecoder()
         self._pending += text
         while "}" in text:  # otherwise it completes no call
@@ -102,14 +102,14 @@ class TemplateParts:
         self._in_call = False
         self._pending = ""
 
-    def push(self, text: str, is_last: bool) -> Parts:
+    def push(self, text: str, is_last: bool) -> AnswerParts:
         """Return the parts that more text completes. A tool call that cannot be parsed becomes
         content, unchanged.
 
         Whitespace before the content is removed: templates put it between reasoning or tool calls
         and the content.
         """
-        parts = Parts()
+        parts = AnswerParts()
         for index, char in enumerate(
             text
         ):  # one by one, so that the parts do not depend on the pieces of text
@@ -123,7 +123,7 @@ class TemplateParts:
             self._has_content = bool(parts.content)
         return parts
 
-    def _feed(self, char: str | None, parts: Parts) -> bool:
+    def _feed(self, char: str | None, parts: AnswerParts) -> bool:
         """Add the parts that a character, or the end (None), completes; return False if the text
         cannot be parsed.
         """
@@ -149,7 +149,7 @@ class TemplateParts:
             ]  # possibly the beginning of a delimiter
         return True
 
-    def _take(self, events: Sequence[dict[str, Any]], parts: Parts) -> None:
+    def _take(self, events: Sequence[dict[str, Any]], parts: AnswerParts) -> None:
         for event in events:
             kind = event["type"]
             name = event["field"]

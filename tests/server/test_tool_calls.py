@@ -14,13 +14,13 @@ from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.server.answers import Answer
 from hf_slospec.server.chats import ChatBody, Message
 from hf_slospec.server.choices import Piece
-from hf_slospec.server.messages import (
-    CallParts,
-    Parts,
-    TemplateParts,
-)
 from hf_slospec.server.response_events import ResponseAnswer
 from hf_slospec.server.responses import ResponsesBody
+from hf_slospec.server.tool_calls import (
+    AnswerParts,
+    CallParts,
+    TemplateParts,
+)
 from tests.server.scripted import ANSWER, QWEN
 
 PREFIX = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
@@ -37,7 +37,7 @@ TOOLS = [
 
 def parts_of(pieces, prefix=PREFIX):
     reader = TemplateParts(QWEN, prefix, TOOLS)
-    found = Parts()
+    found = AnswerParts()
     for place, piece in enumerate(pieces):
         found += reader.push(piece, place + 1 == len(pieces))
     assert reader.num_calls == len(found.tool_calls)
@@ -93,7 +93,7 @@ TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_calls_are_read_whatever_the_pieces(size):
     parser = CallParts()
-    found = Parts()
+    found = AnswerParts()
     for at in range(0, len(TWO), size):
         found += parser.push(TWO[at : at + size], at + size >= len(TWO))
     assert [call["function"] for call in found.tool_calls] == [
@@ -123,13 +123,13 @@ def test_log_probabilities_of_a_response_are_those_of_its_text():
         logprobs = [TokenLogprobs(-1.0, ()) for _ in tokens]
         answer.chunk(Piece(0, "", tokens, logprobs, reason, parts), (), False)
 
-    add([0, 1], Parts(reasoning="ab"))
-    add([2, 3, 4], Parts(content="de", reasoning="c"))
-    add([5], Parts())  # held back, as it may begin a stop string
-    add([6], Parts(content="fg"))
+    add([0, 1], AnswerParts(reasoning="ab"))
+    add([2, 3, 4], AnswerParts(content="de", reasoning="c"))
+    add([5], AnswerParts())  # held back, as it may begin a stop string
+    add([6], AnswerParts(content="fg"))
     add(
         [7],
-        Parts(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}]),
+        AnswerParts(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}]),
         "tool_calls",
     )
     _, message, call = answer.blocks
