@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.cuda.graphs import bucket_for
-from hf_slospec.model.batch import MAX_DENSE, AttentionRules, PackedBatch, Plan, Span
+from hf_slospec.model.batch import MAX_DENSE, AttentionPlan, AttentionRules, PackedBatch, Span
 
 
 def merged_attention(
@@ -131,7 +131,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing(Plan):
+class Packing(AttentionPlan):
     """Kernel calls and dense blocks of a batch, for layers of one kind.
 
     Keys of tokens that are in no long chain are split: ranges that all tokens of a sequence see,

@@ -17,10 +17,10 @@ from hf_slospec.model.attention.backends import KernelAttention
 from hf_slospec.model.attention.sdpa import masked_attention
 from hf_slospec.model.batch import (
     AttentionLayer,
+    AttentionPlan,
     AttentionRules,
     CachedSequence,
     PackedBatch,
-    Plan,
     Plans,
     Span,
 )
@@ -32,7 +32,7 @@ MIN_WIDTH = 16  # least number of columns of a padded mask
 
 
 @dataclass(frozen=True, eq=False)
-class TreePlan(Plan):
+class TreePlan(AttentionPlan):
     """Tokens of a packed batch in tiles, each with tokens of one sequence; a kernel's program
     computes one tile.
 

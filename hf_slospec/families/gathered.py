@@ -17,9 +17,9 @@ from hf_slospec.families.recurrent import STATE_KINDS
 from hf_slospec.model.attention.hook import AttentionHook, Positions, run_model
 from hf_slospec.model.batch import (
     AttentionLayer,
+    AttentionPlan,
     LayerShape,
     PackedBatch,
-    Plan,
     Plans,
     Stored,
     plan_own,
@@ -94,7 +94,7 @@ class GatheredHook(AttentionHook):
 
 
 @dataclass(frozen=True, eq=False)
-class GatheredPlan(Plan):
+class GatheredPlan(AttentionPlan):
     """K/V slots that a packed batch attends to: slots of earlier tokens, sequence by sequence, then
     slots of the new tokens in the order of the batch.
 

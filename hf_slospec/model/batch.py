@@ -294,7 +294,7 @@ class Span:
         )
 
 
-class Plan:
+class AttentionPlan:
     """Base of the tensors and numbers that layers with the same properties read of a packed batch,
     such as masks and slot indices.
 
@@ -317,7 +317,9 @@ class Plan:
 class Plans(Protocol):
     """Source of a packed batch's plans, each made once for all layers that request it."""
 
-    def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
+    def plan(
+        self, make: Callable[..., AttentionPlan], device: torch.device, *arguments: Hashable
+    ) -> Any:
         """Return the plan ``make(batch, *arguments)``, completed, on ``device``."""
 
 
@@ -354,7 +356,9 @@ class PackedBatch:
             begin = end
         return cls(spans, [span.visible for span in spans], is_padded)
 
-    def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
+    def plan(
+        self, make: Callable[..., AttentionPlan], device: torch.device, *arguments: Hashable
+    ) -> Any:
         """Return a plan that all layers share; make it if this batch does not have it yet."""
         if (key := (make, device, *arguments)) not in self.plans:
             self.plans[key] = to_device(make(self, *arguments), device).completed()
@@ -366,8 +370,8 @@ class PlannedBatch:
     plans were made before it.
     """
 
-    def __init__(self, plans: dict[Any, Plan], seen: torch.Tensor | None = None):
-        """Call :meth:`Plan.completed` on plans that were already copied to the device.
+    def __init__(self, plans: dict[Any, AttentionPlan], seen: torch.Tensor | None = None):
+        """Call :meth:`AttentionPlan.completed` on plans that were already copied to the device.
 
         Args:
             plans: by the arguments of :meth:`plan`.
@@ -381,8 +385,8 @@ class PlannedBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class SlotPlan(Plan):
-    """Plan that holds K/V slot indices."""
+class SlotPlan(AttentionPlan):
+    """AttentionPlan that holds K/V slot indices."""
 
     slots: torch.Tensor  # [num_slots] int64
 
@@ -403,7 +407,9 @@ def plan_visible(batch: PackedBatch) -> SlotPlan:
     )
 
 
-def plan_over_visible(batch: PackedBatch, make: Callable[..., Plan], *arguments: Hashable) -> Plan:
+def plan_over_visible(
+    batch: PackedBatch, make: Callable[..., AttentionPlan], *arguments: Hashable
+) -> AttentionPlan:
     """Return ``make(batch, *arguments)`` for layers whose K and V hold only the slots of
     :func:`plan_visible`, gathered in that order.
     """
@@ -422,6 +428,8 @@ class OverVisible:
 
     batch: Plans
 
-    def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
+    def plan(
+        self, make: Callable[..., AttentionPlan], device: torch.device, *arguments: Hashable
+    ) -> Any:
         """Return the plan as :meth:`Plans.plan` does, for gathered slots."""
         return self.batch.plan(plan_over_visible, device, make, *arguments)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hf_slospec.forks import cached_property
-from hf_slospec.model.batch import NewTokens, PackedBatch, Plan
+from hf_slospec.model.batch import AttentionPlan, NewTokens, PackedBatch
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.properties import hidden_states
 
@@ -113,8 +113,8 @@ class ForwardTensors:
     tokens: dict[str, torch.Tensor]
     position_ids: torch.Tensor  # [1, num_tokens] int64
     logit_rows: torch.Tensor  # [num_logits] int64, see ForwardInputs
-    # Plans before Plan.completed, keyed by the arguments with which layers call plan().
-    plans: dict[Any, Plan]
+    # Plans before AttentionPlan.completed, keyed by the arguments with which layers call plan().
+    plans: dict[Any, AttentionPlan]
     feature_layers: tuple[int, ...] = ()
     level: DraftLevel | None = None
 

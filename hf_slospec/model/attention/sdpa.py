@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_slospec.forks import Lock
-from hf_slospec.model.batch import AttentionRules, PackedBatch, Plan, Plans
+from hf_slospec.model.batch import AttentionPlan, AttentionRules, PackedBatch, Plans
 from hf_slospec.model.transfer import aligned
 
 
@@ -209,7 +209,7 @@ class SequenceKeys:
 
 
 @dataclass(frozen=True, eq=False)
-class SequencePlan(Plan):
+class SequencePlan(AttentionPlan):
     """Tokens, slots and masks of each sequence of a packed batch, for layers with one window and
     chunk size.
     """
