@@ -233,7 +233,7 @@ class TracedForward(AttentionHook):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Remember the layer of K and V, each [1, num_kv_heads, num_tokens, dim]; ``attend``
+        """Keep the layer of K and V, each [1, num_kv_heads, num_tokens, dim]; ``attend``
         stages them.
         """
         self._layer_of[id(key), id(value)] = layer_idx

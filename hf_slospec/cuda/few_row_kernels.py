@@ -89,7 +89,7 @@ def _store_tile(
     rows, weight, bias, out, row, output, num_rows, outputs, inputs, output_stride, input_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Store products of some rows by some outputs of a weight, each summed in the order of inputs."""
+    """Write products of some rows by some outputs of a weight, each summed in the order of inputs."""
     is_row = row < num_rows
     is_output = output < outputs
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)

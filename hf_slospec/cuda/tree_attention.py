@@ -220,13 +220,15 @@ def why_wrong(
     sinks = torch.randn(4, generator=draw, device="cpu").to(device)
     softcap = 3.0 if has_softcap else None
     worst = 0.0
-    for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, softcap, sinks)):
-        try:
+    try:
+        for window, cap, sink in ((None, None, None), (5, softcap, sinks)):
+            rules = AttentionRules(key_dim**-0.5, window, cap, sink)
             out = attend(query, keys, values, batch, rules)
-        except Exception as error:  # noqa: BLE001  compilers of kernels raise classes of their own
-            return f"failed in a trial with {error!r}"
-        expected = masked_attention(query.float(), keys.float(), values.float(), batch, rules)
-        worst = max(worst, float((out.float() - expected).abs().max().nan_to_num(nan=torch.inf)))
+            expected = masked_attention(query.float(), keys.float(), values.float(), batch, rules)
+            off = (out.float() - expected).abs().max().nan_to_num(nan=torch.inf)
+            worst = max(worst, float(off))
+    except Exception as error:  # noqa: BLE001  compilers of kernels raise classes of their own
+        return f"failed in a trial with {error!r}"
     return None if worst <= TRIAL_TOLERANCE else f"was off by {worst:.2g} in a trial"
 
 

@@ -48,7 +48,7 @@ def test_torch_computes_where_packing_gains_little():
     assert times(Plain=[1.0] * 6).kernel is None
 
 
-def test_a_kernel_that_was_not_timed_for_many_tokens_counts_as_slower_there():
+def test_kernels_not_timed_for_many_tokens_count_as_slower():
     choice = times(Plain=[1.0] * 6, FBGEMM=[0.5, 0.5, 0.5, 0.6, None, None])
     assert choice.kernel == "FBGEMM" and choice.is_faster == (True, True, True, True, False, False)
     choice = times(Plain=[1.0, 3.0, None, None, None, None], FBGEMM=[0.9, 0.9, 1.0, 1.0, 2.0, 4.0])
@@ -75,7 +75,7 @@ def test_a_choice_is_measured_once_and_kept(monkeypatch, cache):
 
 
 @needs_onednn
-def test_at_a_busy_time_the_usual_kernel_is_used_and_nothing_kept(monkeypatch, cache):
+def test_busy_machines_use_the_default_kernel_and_save_nothing(monkeypatch, cache):
     preemptions = iter(range(0, 10**9, 100))
     monkeypatch.setattr(kernel_choice, "_num_preemptions", lambda: next(preemptions))
     assert choose([torch.randn(48, 40)]) == PLAIN  # small
@@ -86,7 +86,7 @@ def test_at_a_busy_time_the_usual_kernel_is_used_and_nothing_kept(monkeypatch, c
     assert choose([torch.randn(48, 40)]) == measured
 
 
-def test_a_directory_that_cannot_be_written_is_only_warned_of(monkeypatch):
+def test_directories_that_cannot_be_written_are_warned_of(monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", "/proc/none")
     measured = KernelChoice(kernel=None, seconds={"Plain": (1.0,) * 6})
     monkeypatch.setattr(kernel_choice, "_measured", lambda *_: measured)
@@ -105,7 +105,7 @@ def test_a_directory_that_cannot_be_written_is_only_warned_of(monkeypatch):
         KernelChoice(kernel="FBGEMM", is_faster=(True,) * 6),  # fp32 weights are never held in fp16
     ],
 )
-def test_what_another_version_kept_is_measured_again(monkeypatch, kept):
+def test_choices_of_other_versions_are_measured_again(monkeypatch, kept):
     kernel_choice._save({"float32 48x40": kept})
     monkeypatch.setattr(kernel_choice, "_measured", lambda *_: PLAIN)
     assert choose([torch.randn(48, 40)]) == PLAIN

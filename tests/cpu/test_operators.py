@@ -156,7 +156,7 @@ def test_products_of_blocks(shape, dtype):
         assert torch.equal(chunked(x[:5], None), chunked(x, None)[:5])
 
 
-def test_weights_that_no_block_holds():
+def test_blocks_refuse_other_dtypes_and_odd_inputs():
     weights = [torch.randn(4, 4, dtype=torch.float16)]
     if torch.ops.hf_slospec.block_elements(True) == 2:
         weights.append(torch.randn(4, 3, dtype=torch.bfloat16))
@@ -165,7 +165,7 @@ def test_weights_that_no_block_holds():
             operators.Blocks(weight)
 
 
-def test_wrong_uses_raise():
+def test_operators_refuse_wrong_sizes_and_contexts():
     context = operators.Context()
     context.set_linear(0, [torch.randn(8, 4)], [], KernelChoice(kernel=None))
     with pytest.raises(RuntimeError, match="has 8 outputs, not 9"):

@@ -26,7 +26,7 @@ def fresh(length):
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=64), st.data())
 @settings(max_examples=200)
-def test_rows_come_in_few_sizes(lengths, data):
+def test_padded_batches_have_few_sizes(lengths, data):
     pool = KVPool([], 1000, MAX_PADDING_SLOTS)
     parts = [fresh(length) for length in lengths]
     num_logits = data.draw(st.integers(0, sum(lengths)))
@@ -75,7 +75,7 @@ def own_slots(part):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_padding_touches_nothing_and_is_not_seen(family, tapes):
+def test_padding_reads_and_writes_no_other_slots(family, tapes):
     """Whatever their slots hold; before the capture, with it, and replayed as texts grow over their
     window.
     """

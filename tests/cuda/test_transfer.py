@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.drafters.methods import Room
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.transfer import (
@@ -74,7 +75,7 @@ def test_drafting_with_late_answers_ends_a_level_later(monkeypatch):
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
     def drafted():
-        drafter = AssistantDrafter(PackedModel(tiny_model("llama")), 8, 101)
+        drafter = AssistantDrafter(PackedModel(tiny_model("llama")), Room(8, 101))
         return drafter.draft(requests, Plan(8, 1, min_path_prob=0.0, min_gain=0.3))
 
     at_once = drafted()

@@ -55,7 +55,7 @@ BUDGETS = {
     "batcher": 9221,
     "cli": 8864,
     "cpu": 10136,
-    "cuda": 13843,  # forward paths and overrides in place of flags of the packed model
+    "cuda": 13851,  # forward paths and overrides in place of flags of the packed model
     "demo": 5701,
     "drafters": 8182,  # past answers and the files of checkpoints, which were in heads
     "engine": 8284,
