@@ -246,7 +246,7 @@ class _Package:
         return f"eager: {self._why_not or self._change or busy}"
 
     def advance(self, may_start: bool) -> None:
-        """Start the compilation if ``may_start``; once it has ended, load its package in a thread."""
+        """Start the compilation if ``may_start``; once it has ended, load the package."""
         if self._why_not is not None or self._thread is not None:
             return
         if self._process is None:
