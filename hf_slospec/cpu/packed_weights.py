@@ -206,8 +206,8 @@ def is_plain(layer: nn.Module) -> bool:
 
 _Shape = tuple[torch.dtype, torch.Size]
 _Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
-# Packed weights of all models, so that a layer has one copy for all its users. Each holds its layer,
-# so that the layer's id is not reused for another object.
+# Packed weights of all models, so that a layer has one copy for all its users. Each of them holds
+# its layer, so that the layer's id is not reused for another object.
 _shared: WeakValueDictionary[_Key, PackedWeight] = WeakValueDictionary()
 
 
