@@ -27,7 +27,7 @@ from hf_slospec.cpu import joined_linears, operators, twin
 from hf_slospec.cpu.twin import GraphDescription, Interface, export_graph
 from hf_slospec.model.machine import kept_file, write_atomically
 
-# Of a compilation in the background, which then gets a fourth of a core that a model keeps busy.
+# Niceness of a background compilation, which then gets a fourth of a core that a model keeps busy.
 NICENESS = 5
 MAX_PACKAGES = 64  # packages kept on disk, of a few megabytes each
 RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
@@ -61,7 +61,7 @@ class CompileJob:
             "sources": [
                 *(Path(module.__file__ or "").read_text() for module in modules),
                 *description.sources,
-                operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2],  # signatures
+                operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2],  # operators' signatures
             ],
             "threads": num_threads,
         }

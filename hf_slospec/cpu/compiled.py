@@ -142,7 +142,7 @@ class CompiledPath(ForwardPath):
         return package.run(inputs, tensors, tokens, eager)
 
     def _run_eagerly(self, inputs: ForwardInputs) -> Outputs:
-        """Compute an eager forward, leaving a core to the compiler while it runs."""
+        """Compute a forward eagerly, and leave a core to a compilation that is running."""
         is_compiling = any(package.is_compiling for package in self._packages.values())
         begun_s = time.perf_counter()
         with leaving_a_core() if is_compiling else contextlib.nullcontext():
@@ -194,7 +194,7 @@ class _Package:
         """Load the package if it exists; with ``waits``, compile it first if it does not."""
         self._model = model
         self._identity = description.identity()
-        self._joined = WeakMethod(joined)  # weak: its object holds this package
+        self._joined = WeakMethod(joined)  # weak: the method's object holds this package
         self.input_name = description.input_name
         self._dtypes = {
             dtype for dtype, _ in description.tensors.values() if dtype.is_floating_point
@@ -205,7 +205,7 @@ class _Package:
         self._thread: threading.Thread | None = None
         self._graph: _Graph | None = None
         self.num_compared = 0
-        # Forwards that agreed with eager ones less those that did not, without and with a tree.
+        # Whether batches have a tree -> forwards that agreed with eager ones, less those that differed.
         self._agreed = {False: 0, True: 0}
         try:
             self._job = CompileJob.of(description.with_modules(model), 0 if waits else NICENESS)
@@ -351,7 +351,7 @@ class _Graph:
         )
         loader: Any = aoti_load_package(str(job.path), **options).loader
         self._run = getattr(loader, "boxed_run", loader.run)
-        job.path.touch()  # the packages used last are kept
+        job.path.touch()  # packages that were not used recently are deleted
         self._model = model
         self._names = interface.weights
         self._linears = linears

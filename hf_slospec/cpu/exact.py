@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import addmm  # imported by name, as ExactProducts replaces the attribute of torch
+from torch import addmm  # torch's own, although ExactProducts replaces torch.addmm and F.linear
 from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,7 +24,7 @@ from hf_slospec.model.version import ModelVersion
 # total; 0: it has no partial sums. oneDNN's bf16 products of one row have partial sums of 512
 # inputs where AVX-512 multiplies pairs.
 CHUNKS = (0, 256, 512, 1024, 2048)
-SIZES = (1, 2, 4, 8, 16, 32)  # rows that torch multiplies at a time
+SIZES = (1, 2, 4, 8, 16, 32)  # numbers of rows in a group, which torch multiplies at once
 TRIED_ROWS = 256  # rows that a trial compares
 MAX_TRIED_PRODUCTS = 2**22  # elements of a trial's product; with more, fewer rows are compared
 MAX_TRIED_WEIGHTS = 2**22  # elements of a trial's weight; with more, fewer outputs are compared
@@ -160,7 +160,7 @@ def product_kind(
 ) -> ProductKind:
     """Return a computation that is exact for weights of one shape, found by trials.
 
-    The values of a trial cancel out but for rounding errors, which shows any other order of sums.
+    In a trial, all sums are zero but for rounding errors, which shows any other order of additions.
 
     Args:
         dtype: dtype of weights and rows.

@@ -93,8 +93,8 @@ class MKL:
         self.num_bytes = weight.nbytes  # MKL reserves more, but writes no more
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # The operator would not use the packed weight if its last argument were another number than
-        # that of the tokens, although the layout serves any number.
+        # The packed layout serves any number of tokens, but the operator reads it only if its last
+        # argument is the input's number of tokens.
         out: torch.Tensor = torch.ops.mkl._mkl_linear(
             input, self.packed, self.sizes, bias, len(input)
         )
@@ -129,8 +129,8 @@ DTYPES = {
 
 
 def granularity(num_tokens: int) -> int:
-    """Return the number to a multiple of which ``num_tokens`` is padded, which adds at most an
-    eighth.
+    """Return the step by which ``num_tokens`` is rounded up to a padded number of tokens; padding
+    adds at most an eighth.
     """
     return 1 << max(num_tokens.bit_length() - 4, 0) if num_tokens < 512 else 64
 
@@ -226,7 +226,7 @@ def choose(
 
 
 def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> KernelChoice:
-    """Return the kernel that is fastest on most machines, for one too busy to be measured."""
+    """Return the kernel that is fastest on most machines, without any measurement."""
     order = (
         BLOCKS,
         "MKL",
@@ -246,7 +246,8 @@ def _measured(
     weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]
 ) -> KernelChoice | None:
     """Return the fastest kernel; None if other processes disturbed the measurement."""
-    max_outputs = math.ceil(MEASURED_BYTES / weights[0][0].nbytes)  # larger weights: a part
+    # Of a large output layer, only a part is timed.
+    max_outputs = math.ceil(MEASURED_BYTES / weights[0][0].nbytes)
     weights = [
         weight[:max_outputs] for weight in weights[: math.ceil(MEASURED_BYTES / weights[0].nbytes)]
     ]

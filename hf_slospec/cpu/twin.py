@@ -49,16 +49,16 @@ class GraphDescription:
 
     model_class: type[Any]
     config: Any
-    # Module's name -> name of its class; of LoRA layers, name of the base layer's class.
+    # Module name -> class name; for LoRA layers, the class name of the base layer.
     modules: dict[str, str]
-    # LoRA layer's name -> active adapter's name -> its scaling.
+    # Name of a LoRA layer -> name of an active adapter -> its scaling.
     lora: dict[str, dict[str, float]]
     tensors: dict[str, tuple[torch.dtype, Shape]]  # parameters and buffers, by name
     layers: tuple[AttentionLayer, ...]  # in the order in which the pool stores them
     feature_layers: tuple[int, ...]  # layers whose hidden states are returned
     keeps_logits: bool  # the model's forward takes logits_to_keep
     input_size: int | None  # size of a token's embedding; None: tokens are ids
-    # Attribute's name -> repr of its value, for this package's networks; None for other models.
+    # Name of a module's attribute -> repr of its value; None unless the class is this package's.
     settings: dict[str, str] | None
     modules_only: bytes | None = None  # the pickled modules without weights, if there are settings
 
@@ -131,7 +131,7 @@ class GraphDescription:
 
 
 def _module_classes(model: nn.Module, lora: Collection[str] = ()) -> dict[str, str]:
-    """Return module's name -> name of its class, without adapters in the LoRA layers ``lora``."""
+    """Return all modules' class names by module name, without adapters in the layers ``lora``."""
     classes = dict[str, str]()
     prefixes = tuple(f"{name}." for name in lora)  # of modules in LoRA layers
     for name, module in model.named_modules():
@@ -173,7 +173,7 @@ def _is_ours(kind: type[Any]) -> bool:
 
 
 def _settings(model: nn.Module) -> dict[str, str]:
-    """Return attribute's name -> repr of its value, for all modules' attributes in ``SETTINGS``."""
+    """Return the repr of all modules' attributes with types in ``SETTINGS``, by attribute name."""
     return {
         f"{name}.{attribute}": repr(value)
         for name, module in model.named_modules()
@@ -232,8 +232,8 @@ class TracedForward(AttentionHook):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record which layer these K and V [1, num_kv_heads, num_tokens, dim] are from; the
-        operator stages them.
+        """Record the layer that computed K and V [1, num_kv_heads, num_tokens, dim], which the
+        operator stages.
         """
         self._layer_of[id(key), id(value)] = layer_idx
         self._held += key, value
@@ -247,8 +247,8 @@ class TracedForward(AttentionHook):
         rules: AttentionRules,
         *_: Any,
     ) -> torch.Tensor:
-        """Return attention of the layer that these K and V are from.  -> [1, num_tokens, num_heads,
-        value_dim]
+        """Return attention of the layer that computed ``key`` and ``value``.  -> [1, num_tokens,
+        num_heads, value_dim]
         """
         index, layer = self._layers[self._layer_of[id(key), id(value)]]
         is_first = index not in self._staged
@@ -338,11 +338,11 @@ class _Step(nn.Module):
 
     def forward(
         self,
-        # [1, num_tokens] int64 or, if the model's inputs are no ids, [1, num_tokens, input_size]
+        # Token ids [1, num_tokens] int64, or embeddings [1, num_tokens, input_size].
         tokens: torch.Tensor,
         position_ids: torch.Tensor,  # [1, num_tokens] int64
-        logit_rows: torch.Tensor,  # [num_logits] int64
-        context: torch.Tensor,  # [1] int64
+        logit_rows: torch.Tensor,  # [num_logits] int64: tokens whose logits are returned
+        context: torch.Tensor,  # [1] int64, the id of a Context
         weights: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Return logits [num_logits, vocab], and features [num_tokens, num_feature_layers * hidden]

@@ -69,14 +69,14 @@ def padded(
 
 
 def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
-    """Return the number of padding sequences that a batch needs, and of their tokens in all."""
+    """Return the number of padding sequences that a batch needs, and the sum of their tokens."""
     num_padding = bucket_for(num_parts, BATCHES) - num_parts
     missing = bucket_for(num_tokens + num_padding) - num_tokens
     # Attention pads all sequences to the longest, so padding sequences should not be longer than
     # the real ones.
     needed = -(-missing // max(bucket_for(longest), SHORT))
     if needed == 1 > num_padding:
-        num_padding = 1  # one sequence beyond a size in BATCHES, not a whole size more
+        num_padding = 1  # cheaper than padding to the next size in BATCHES
     elif needed > num_padding:
         num_padding = bucket_for(num_parts + needed, BATCHES) - num_parts
     return num_padding, bucket_for(num_tokens + num_padding) - num_tokens

@@ -24,7 +24,7 @@ TILE_INPUTS = 128  # inputs (K) that a tile adds up at a time
 
 
 def tile_rows(num_rows: int) -> int:
-    """Return the rows of the tile for this many rows; only two sizes, as each is compiled."""
+    """Return the tile's number of rows for this many rows: one of two, as each is compiled."""
     return MIN_TILE_ROWS if num_rows <= MIN_TILE_ROWS else MAX_ROWS
 
 

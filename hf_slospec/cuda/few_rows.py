@@ -141,7 +141,7 @@ def max_rows(
             in it.
 
     Returns:
-        :func:`shape_of` the linear layers -> number of rows, 0 if the kernel is not to be used.
+        The number of rows, by :func:`shape_of` the linear layers; 0: the kernel is not used.
     """
     from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS
 
@@ -198,7 +198,7 @@ def random_like(weight: torch.Tensor, *shape: int) -> torch.Tensor:
 def is_faster(fusion: Fusion, layers: Sequence[Any], states: torch.Tensor) -> bool:
     """Return whether a fused kernel is faster than the plain operators in replays of CUDA graphs.
 
-    Outside of graphs, the host's time per kernel dominates, of which one kernel takes less anyway.
+    Outside of graphs, the host needs longer than the device, and one kernel saves its time anyway.
     """
     if (capturer := _capturer(states.device)) is None:
         return False

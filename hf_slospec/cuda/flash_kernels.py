@@ -37,7 +37,7 @@ class FlashKernel(Protocol):
         key: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         value: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         entries: Entries,
-        # The last query of an entry attends to all its keys, each query before to one key fewer.
+        # The last query of an entry attends to all its keys, each earlier query to one key fewer.
         is_causal: bool,
         rules: AttentionRules,  # its window is read only if ``is_causal``
     ) -> tuple[torch.Tensor, torch.Tensor]:

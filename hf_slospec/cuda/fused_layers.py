@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"  # the function's name in transformers' modules
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # attributes of gated MLPs in transformers
-TRIAL_TOKENS = 3  # tokens of the random values
+TRIAL_TOKENS = 3  # tokens of the random inputs in a trial
 DEVICE = "cuda"
 
 

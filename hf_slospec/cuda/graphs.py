@@ -55,8 +55,7 @@ MAX_GRAPHS = 128  # graphs per model and pool; the least recently used are dropp
 # forwards, and a replay saves most of one where the host is slower than the device, so it has paid
 # off after about four replays.
 PATIENCE = 1
-# Captures that fail, even if for a transient reason, before a first success; graphs are then turned
-# off.
+# Failed captures, for transient reasons too, that turn graphs off if none has succeeded before.
 MAX_FAILURES = 3
 # Forwards of a signature between a failed capture and the next; each failure multiplies it by 64.
 RETRY_AFTER = 64
@@ -79,7 +78,7 @@ class CaptureError(RuntimeError):
 
 
 class CudaGraphs:
-    """Captures CUDA graphs on one device, which share their memory, as one runs at a time."""
+    """Capturer of CUDA graphs on one device; they share memory, as only one runs at a time."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -151,7 +151,7 @@ def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> to
 def _joined(
     join: Callable[[list[torch.Tensor]], torch.Tensor], rows: list[torch.Tensor], width: int
 ) -> torch.Tensor:
-    """Return rows, or matrices of rows, joined and padded with 0.  -> [num_rows, width]"""
+    """Return tensors [*, any width], padded with 0 and joined by ``join``.  -> [num_rows, width]"""
     if len({row.shape[-1] for row in rows}) > 1:
         return join([F.pad(row, (0, width - row.shape[-1])) for row in rows])
     whole = join(rows)
