@@ -205,7 +205,7 @@ class _Package:
         self._thread: threading.Thread | None = None
         self._graph: _Graph | None = None
         self.num_compared = 0
-        # Whether batches have a tree -> forwards that agreed with eager ones, less those that differed.
+        # Whether a batch has a tree -> comparisons that agreed, less those that differed.
         self._agreed = {False: 0, True: 0}
         try:
             self._job = CompileJob.of(description.with_modules(model), 0 if waits else NICENESS)
