@@ -1,8 +1,10 @@
-"""Compiled forwards, packed weights and exact forwards on CPUs."""
+"""Forwards on CPUs: compiled graphs, packed weights, and products with reproducible bits."""
 
 
 def register() -> None:
-    """Add the path of compiled forwards, and the overrides of linear layers."""
+    """Add the ``compiled`` forward path, and the overrides that compute linear layers with packed
+    weights or with exact products.
+    """
     from hf_slospec.cpu.compiled import CompiledPath
     from hf_slospec.cpu.exact import ExactProducts
     from hf_slospec.cpu.packed_weights import PackedWeights

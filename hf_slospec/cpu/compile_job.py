@@ -1,8 +1,8 @@
-"""Compilation of a model's graph, in a process of its own, into a package that later processes
-load.
+"""Compilation of a model's forward graph, in a separate process, into an AOTInductor package.
 
-One compiler runs at a time per user and machine, and ends with the process that started it. Run as
-a module, this file reads a :class:`CompileJob` from its standard input.
+One compiler of a user runs at a time on a machine, and ends with the process that started it. It
+runs this module and reads a pickled :class:`CompileJob` from its standard input. ``twin.py`` traces
+the graph; ``compiled.py`` starts the process and later loads the package.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from hf_slospec.model.machine import kept_file, write_atomically
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 5  # a compilation beside a running model then gets a fourth of a busy core
-MAX_PACKAGES = 64  # kept packages; each has some megabytes
+# Niceness of a background compilation, which then gets a fourth of a core that a model keeps busy.
+NICENESS = 5
+MAX_PACKAGES = 64  # packages kept on disk, of a few megabytes each
 RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
 POLL_S = 1.0  # seconds between two looks at the lock, the package, and the parent process
 # Seconds to compile one layer on two idle cores, and all that is not layers; measured on graphs of
@@ -45,7 +46,7 @@ OTHER_S = 8.0
 
 @dataclass(frozen=True)
 class CompileJob:
-    """A graph to compile, and the file for its package."""
+    """A forward graph to compile, and the path of the package to write."""
 
     description: GraphDescription
     path: Path
@@ -54,7 +55,10 @@ class CompileJob:
 
     @classmethod
     def of(cls, description: GraphDescription, niceness: int) -> CompileJob:
-        """Return the job for a model on this machine.
+        """Return the job that compiles a graph for this machine.
+
+        The path of its package depends on the graph, the CPU, the versions of torch and
+        transformers, the number of threads and the sources that are compiled.
 
         Raises:
             OSError: the cache directory cannot be written.
@@ -68,7 +72,7 @@ class CompileJob:
             "sources": [
                 *(Path(module.__file__ or "").read_text() for module in modules),
                 *description.sources,
-                operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2],  # their arguments
+                operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2],  # operators' signatures
             ],
             "threads": num_threads,
         }
@@ -77,7 +81,7 @@ class CompileJob:
 
     @property
     def interface(self) -> Interface | None:
-        """Interface of the finished package; None before it is finished."""
+        """Interface of the package; None unless the package and the operators' library exist."""
         try:
             interface = Interface(**json.loads(self._interface_path.read_text(encoding="utf-8")))
             is_complete = self.path.exists() and operators.library_path().exists()
@@ -87,7 +91,7 @@ class CompileJob:
 
     @property
     def failure(self) -> str | None:
-        """Why the compilation failed lately; None if it did not."""
+        """Error of a compilation that failed in the last ``RETRY_S`` seconds; None without one."""
         try:
             if time.time() - self._failure_path.stat().st_mtime < RETRY_S:
                 return self._failure_path.read_text(encoding="utf-8")
@@ -115,7 +119,7 @@ class CompileJob:
             None if another compiler of this user runs on this machine.
 
         Raises:
-            OSError: no process could be started, or the model's config cannot be pickled.
+            OSError: the process cannot be started, or the model's config cannot be pickled.
         """
         try:
             pickled = pickle.dumps(self)
@@ -158,9 +162,14 @@ class CompileJob:
             time.sleep(POLL_S)
 
     def run(self) -> None:
-        """Make the package, and keep it or why that failed."""
+        """Write the package, or the error if the graph cannot be compiled.
+
+        Raises:
+            MemoryError, OSError: not recorded as errors of the graph, so that it is tried again.
+        """
         os.nice(self.niceness)
-        # Linux may weigh sessions against each other, and this one's niceness within it only.
+        # Autogroups of Linux share the CPU by session: niceness counts only within one, unless the
+        # session's autogroup gets it, too.
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(self.niceness), encoding="ascii")
         if self.interface is not None:  # finished between the last look and the start
@@ -189,7 +198,7 @@ class CompileJob:
         write_atomically(self._interface_path, json.dumps(asdict(interface)))
 
     def _remove_old(self) -> None:
-        """Remove the packages that were not used for the longest time."""
+        """Remove the least recently used packages beyond ``MAX_PACKAGES``."""
         packages = sorted(
             self.path.parent.parent.glob("*/*.pt2"),
             key=lambda path: path.stat().st_mtime,

@@ -1,8 +1,8 @@
-"""Forward path by torch's ahead-of-time compiler on a CPU.
+"""The ``compiled`` forward path, which runs AOTInductor packages on a CPU.
 
-A package is compiled once per machine and architecture, in a process of its own, while forwards are
-eager. Its first forwards are compared with eager ones on the same inputs, and again after any
-change of the model's modules.
+A background process (``compile_job.py``) compiles one package per machine and graph, while forwards
+are eager. The outputs of its first forwards are compared with eager outputs for the same inputs,
+and again after a change of the model's modules.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from hf_slospec.model.version import ModelVersion, can_be_traced
 
 logger = logging.getLogger(__name__)
 
-START_S = 5.0  # seconds of eager forwards after which compiling pays
-# Forwards of chains, and those of trees, are compared with eager ones until so many more agreed
-# than differed. In half precision, states of some texts are so large that rounding alone makes a
-# difference.
+START_S = 5.0  # seconds spent in eager forwards after which a compilation pays off and is started
+# Forwards are compared with eager ones until so many more of them agreed than differed, counted
+# separately for batches with and without a draft tree. One difference may be rounding: in half
+# precision, the hidden states of some texts are very large.
 NUM_COMPARED = 2
-FP32_TOLERANCE = 1e-4  # relative error of logits in fp32
+FP32_TOLERANCE = 1e-4  # relative error that outputs in fp32 may have
 
 
 class CompiledPath(ForwardPath):
-    """Packages of one model's forwards, by the hidden states that they return.
+    """Forward path of one model, with a package for each set of hidden states to return.
 
-    Until a package is ready, forwards are eager, and their seconds decide when it is compiled."""
+    Until a package is ready, forwards are eager; after ``START_S`` seconds of these it is compiled.
+    """
 
     name = "compiled"
     order = 20
 
     def __init__(self, context: PathContext, eager: ForwardPath):
-        """Load the package of forwards without hidden states, if it was compiled or is to be waited
-        for.
+        """Load the package of forwards that return logits only, if it exists; with
+        ``compile="wait"``, compile it first if it does not.
         """
         assert isinstance(eager, EagerPath)
         self._eager = eager
@@ -67,7 +68,7 @@ class CompiledPath(ForwardPath):
         self._eager_s = 0.0  # seconds of eager forwards so far
         self._linears: list[JoinedLinears] = []  # shared by packages that join the same layers
         self._packages: dict[tuple[int, ...], _Package] = {}
-        # Versions of the model that packages were compared with.
+        # Versions of the model's tensors and modules at the last call of `renew`.
         self._storage = context.version.storage
         self._modules = context.version.modules
         self._is_traced = can_be_traced(self._model)
@@ -119,7 +120,7 @@ class CompiledPath(ForwardPath):
 
     @contextlib.contextmanager
     def measuring(self, pool: KVPool) -> Iterator[None]:
-        """Compare no forwards inside this context, as theirs are tokens that no text has."""
+        """Compare no forwards with eager ones inside this context, as their tokens are random."""
         compares = self._compares
         self._compares = False
         try:
@@ -141,7 +142,7 @@ class CompiledPath(ForwardPath):
         return package.run(inputs, tensors, tokens, eager)
 
     def _run_eagerly(self, inputs: ForwardInputs) -> Outputs:
-        """Compute an eager forward, which leaves a core to the compiler while it runs."""
+        """Compute a forward eagerly, and leave a core to a compilation that is running."""
         is_compiling = any(package.is_compiling for package in self._packages.values())
         begun_s = time.perf_counter()
         with leaving_a_core() if is_compiling else contextlib.nullcontext():
@@ -165,7 +166,9 @@ class CompiledPath(ForwardPath):
         return sum(linears.num_bytes for linears in self._linears)
 
     def _joined(self, names: list[list[str]]) -> JoinedLinears:
-        """Return the packed weights of linear layers, of which those of one list are joined."""
+        """Return the packed weights of these linear layers, made only once for the same names.
+
+        Layers in one inner list read the same input and are joined into one matrix."""
         for linears in self._linears:
             if linears.names == names:
                 return linears
@@ -179,7 +182,7 @@ class CompiledPath(ForwardPath):
 
 
 class _Package:
-    """One compiled graph of a model: its compilation, its weights, and its forwards."""
+    """One compiled graph of a model: starts its compilation, loads it, and computes forwards."""
 
     def __init__(
         self,
@@ -188,16 +191,16 @@ class _Package:
         joined: Callable[[list[list[str]]], JoinedLinears],
         waits: bool,
     ):
-        """Load the package, if it was compiled; with ``waits``, compile it first."""
+        """Load the package if it exists; with ``waits``, compile it first if it does not."""
         self._model = model
         self._identity = description.identity()
-        self._joined = WeakMethod(joined)  # its owner holds this package
+        self._joined = WeakMethod(joined)  # weak: the method's object holds this package
         self.input_name = description.input_name
         self._dtypes = {
             dtype for dtype, _ in description.tensors.values() if dtype.is_floating_point
         }
-        self._why_not: str | None = None  # why it computes no forwards, if that is for good
-        self._change: str | None = None  # what in the model differs from what was compiled
+        self._why_not: str | None = None  # why this package can never be used any more
+        self._change: str | None = None  # why it cannot be used until the model is changed back
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0  # time.monotonic() at the start of the process
         self._looked_s = -POLL_S  # the same at the last look at what other processes compile
@@ -205,10 +208,8 @@ class _Package:
         self._thread: threading.Thread | None = None
         self._graph: _Graph | None = None
         self.num_compared = 0
-        self._agreed = {
-            False: 0,
-            True: 0,
-        }  # forwards that agreed, less those that differed; by whether they had a tree
+        # Whether a batch has a tree -> comparisons that agreed, less those that differed.
+        self._agreed = {False: 0, True: 0}
         try:
             self._job = CompileJob.of(description.with_modules(model), 0 if waits else NICENESS)
             if waits:
@@ -225,17 +226,17 @@ class _Package:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it computes forwards."""
+        """Return whether the package can compute forwards now."""
         return self._graph is not None and self._why_not is None and self._change is None
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether the compiler runs, as far as ``advance`` has seen."""
+        """Return whether the compiler was still running at the last call of ``advance``."""
         return self._process is not None and self._thread is None
 
     @property
     def status(self) -> str:
-        """Which path computes forwards, and why it is not the compiled one."""
+        """Return "compiled", or "eager: " with the reason why this package is not used."""
         if self.is_ready:
             return "compiled"
         if self._thread is not None:
@@ -278,9 +279,10 @@ class _Package:
         self._is_queued = self._process is None
 
     def renew(self, description: GraphDescription | None, compares: bool) -> None:
-        """Take in changes of the model, which ``description`` describes if more than values of
-        weights have changed.
-        """
+        """Update the package after a change of the model.
+
+        ``description``: present description of the model; None: only values of weights changed.
+        ``compares``: compare the next forwards with eager ones again."""
         if description is not None:
             is_same = description.identity() == self._identity
             self._change = None if is_same else "the model was changed since it was compiled"
@@ -307,13 +309,14 @@ class _Package:
         tokens: torch.Tensor,
         eager: EagerPath | None,
     ) -> Outputs | None:
-        """Compute a forward, and compare it with that of ``eager``; None if it failed.
+        """Return the outputs of a forward, or the eager outputs if both were compared; None if the
+        compiled forward failed, which ends the use of this package.
 
         Args:
-            inputs: those of the forward.
-            tensors: made of them, without plans.
-            tokens: the model's input.
-            eager: None: nothing is compared.
+            inputs: the forward's inputs.
+            tensors: tensors made from ``inputs``, without attention plans.
+            tokens: token ids or embeddings, whichever the graph takes.
+            eager: path to compare the outputs with; None: no comparison.
         """
         assert self._graph is not None
         try:
@@ -327,7 +330,7 @@ class _Package:
         expected = eager.run(inputs)
         is_fp32 = self._dtypes == {torch.float32}
         if bool(expected.logits[:, :1].isnan().any()):
-            return expected  # which NaN spreads to which tokens depends on the kernels
+            return expected  # how NaN spreads from token to token depends on the kernels
         tolerance = FP32_TOLERANCE if is_fp32 else tolerance_in(self._dtypes)
         pairs = zip(outputs, expected, strict=True)
         errors = [
@@ -335,7 +338,7 @@ class _Package:
             for ours, plain in pairs
             if ours is not None is not plain
         ]
-        agrees = all(error <= tolerance for error in errors)  # NaN does not
+        agrees = all(error <= tolerance for error in errors)  # an error of NaN does not agree
         self.num_compared += 1
         self._agreed[has_tree] += 1 if agrees else -1
         if not agrees and (is_fp32 or self._agreed[has_tree] <= -NUM_COMPARED):
@@ -354,20 +357,20 @@ class _Graph:
     """A loaded package with the weights of one model."""
 
     def __init__(self, model: Any, job: CompileJob, interface: Interface, linears: JoinedLinears):
-        """Load the package; the library must be loaded.
+        """Load the package; the operators' library must have been loaded before.
 
         Raises:
-            OSError, RuntimeError: it cannot be loaded.
+            OSError, RuntimeError: the package cannot be loaded.
         """
-        from torch._inductor import aoti_load_package  # the operators must have been loaded
+        from torch._inductor import aoti_load_package
 
-        parameters = inspect.signature(aoti_load_package).parameters  # torch 2.6 knows no threads
+        parameters = inspect.signature(aoti_load_package).parameters  # torch 2.6 lacks the option
         options: dict[str, Any] = (
             {"run_single_threaded": True} if "run_single_threaded" in parameters else {}
         )
         loader: Any = aoti_load_package(str(job.path), **options).loader
         self._run = getattr(loader, "boxed_run", loader.run)
-        job.path.touch()  # packages that are used are kept
+        job.path.touch()  # packages that were not used recently are deleted
         self._model = model
         self._names = interface.weights
         self._linears = linears
@@ -383,21 +386,22 @@ class _Graph:
         self._shapes = [(holder[name].shape, holder[name].dtype) for holder, name in self._holders]
 
     def renew(self) -> None:
-        """Take in changes of the model's weights and modules."""
+        """Find the model's present weights, and replace the packed copies of changed ones."""
         self._find_weights()
         self._linears.renew()
 
     def __call__(
         self, pool: KVPool, batch: PackedBatch, tensors: ForwardTensors, tokens: torch.Tensor
     ) -> Outputs:
-        """Compute a forward; RuntimeError if a weight has another shape, dtype or layout than was
-        compiled.
-        """
+        """Compute a forward.
+
+        Raises:
+            RuntimeError: a weight no longer has the shape, dtype or layout that was compiled."""
         self._linears.context.follow(pool, batch)
         num_tokens = tokens.shape[1]
         num_logits = len(tensors.logit_rows)
-        # Padded, as graphs need two tokens or more, and as oneDNN caches half a megabyte for each
-        # number of them.
+        # Padded, as graphs take MIN_SIZE tokens or more, and as oneDNN caches half a megabyte for
+        # each number of tokens that it is called with.
         missing = max(-num_tokens % granularity(num_tokens), MIN_SIZE - num_tokens)
         padding = (0, missing) if tokens.ndim == 2 else (0, 0, 0, missing)
         padded = F.pad(tokens, padding), F.pad(tensors.position_ids, (0, missing))

@@ -1,4 +1,7 @@
-"""Products of linear layers in which the bits of a row do not depend on how many rows there are."""
+"""Matrix products on a CPU in which a row's bits do not depend on the number of rows.
+
+They serve ``exact="bits"`` and ``exact="self"``; those for CUDA are in ``cuda/exact.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import addmm  # torch's own, also while exact products are in force
+from torch import addmm  # torch's own, although ExactProducts replaces torch.addmm and F.linear
 from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -17,43 +20,46 @@ from hf_slospec.cpu.operators import Blocks
 from hf_slospec.model.linear_overrides import Attribute, LinearOverride, Override, OverrideOptions
 from hf_slospec.model.version import ModelVersion
 
-# Inputs that a kernel of torch's may sum by themselves before adding them up; 0: it sums all in one
-# go. oneDNN's bf16 products of one row have 512 where AVX-512 multiplies pairs.
+# Numbers of inputs that torch's kernel may add up to a partial sum before it adds that to the
+# total; 0: it has no partial sums. oneDNN's bf16 products of one row have partial sums of 512
+# inputs where AVX-512 multiplies pairs.
 CHUNKS = (0, 256, 512, 1024, 2048)
-SIZES = (1, 2, 4, 8, 16, 32)  # rows of a group
-TRIED_ROWS = 256  # rows that are compared
-MAX_TRIED_PRODUCTS = 2**22  # elements of their products; of more outputs, fewer rows are compared
-MAX_TRIED_WEIGHTS = 2**22  # elements of the weight; of larger ones, fewer outputs are tried
-# Rows of every group where torch's product of one row has other bits than that of several.
+SIZES = (1, 2, 4, 8, 16, 32)  # numbers of rows in a group, which torch multiplies at once
+TRIED_ROWS = 256  # rows that a trial compares
+MAX_TRIED_PRODUCTS = 2**22  # elements of a trial's product; with more, fewer rows are compared
+MAX_TRIED_WEIGHTS = 2**22  # elements of a trial's weight; with more, fewer outputs are compared
+# Rows to which each group is padded if torch computes a single row with other bits than several,
+# and ``exact="self"`` does not ask for the bits of the single row.
 PADDED_SIZE = 16
-ALIGNMENT = 64  # bytes to which torch aligns what it allocates
+ALIGNMENT = 64  # bytes to which torch aligns the tensors that it allocates
 Product = Callable[[torch.Tensor], torch.Tensor]  # [1, num_rows, inputs] -> [1, num_rows, outputs]
 
 
 class ProductKind(NamedTuple):
-    """Kind of product by weights of one shape."""
+    """Computation by which rows are multiplied by weights of one shape."""
 
-    # By blocks, with chunks of this size; None: by torch's product of groups.
+    # All rows at once by the kernel of operators.cpp, with partial sums of so many inputs (see
+    # CHUNKS); None: by torch, in groups of rows.
     chunk: int | None = None
-    sizes: tuple[int, ...] = ()  # sizes of groups, rising
+    sizes: tuple[int, ...] = ()  # numbers of rows that a group may have, ascending
 
 
 class ExactProducts(LinearOverride):
-    """Computes products by weights with rows that do not depend on each other.
+    """Override of products by weights: the bits of each row do not depend on the other rows.
 
-    With ``as_one``, a row has the bits of torch's product of that row alone. Where the order of
-    that product's sums is known, all rows are multiplied together, by our own kernel; else, they
-    are in groups, of one row at worst. Functions are replaced rather than layers, as products
-    outside of linear layers have to be exact, too.
+    With ``as_one``, a row has the bits that torch computes for this row alone. If the kernel of
+    operators.cpp can add in the order of torch's kernel, which trials show, it multiplies all rows
+    at once; otherwise torch multiplies them in groups, of one row each in the worst case. Functions
+    are replaced rather than layers, as products outside of linear layers have to be exact, too.
     """
 
     def __init__(self, as_one: bool):
         self._as_one = as_one
-        self._copies = WeakIdKeyDictionary()  # Blocks by weight
+        self._copies = WeakIdKeyDictionary()  # weight -> Blocks
 
     @classmethod
     def for_model(cls, model: torch.nn.Module, options: OverrideOptions) -> ExactProducts | None:
-        """Return the exact products of a model on a CPU; None if they are not wanted."""
+        """Return the override for a model on a CPU; None on other devices or without ``exact``."""
         is_wanted = options.exact is not None and options.device == "cpu"
         return cls(as_one=options.exact == "bits") if is_wanted else None
 
@@ -64,7 +70,7 @@ class ExactProducts(LinearOverride):
 
     @property
     def functions(self) -> dict[Attribute, Override]:
-        """Products of linear layers, and those of transformers' Conv1D."""
+        """Overrides of ``F.linear``, and of ``torch.addmm`` for transformers' Conv1D."""
         return {(F, "linear"): self._linear, (torch, "addmm"): self._addmm}
 
     def renew(self, version: ModelVersion) -> None:
@@ -95,7 +101,9 @@ class ExactProducts(LinearOverride):
         bias: torch.Tensor | None,
         is_transposed: bool,
     ) -> torch.Tensor:
-        """Return products with ``rows`` [1, num_rows, inputs].  -> [1, num_rows, outputs]"""
+        """Return ``rows`` [1, num_rows, inputs] times a weight, plus the bias.  -> [1, num_rows,
+        outputs]
+        """
         shape = tuple(weight.shape)
         threads = torch.get_num_threads()
         kind = product_kind(
@@ -113,8 +121,9 @@ class ExactProducts(LinearOverride):
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> Product:
-    """Return torch's product by a weight [outputs, inputs], or [inputs, outputs] if it is
-    transposed.
+    """Return a function that multiplies rows by a weight with torch's kernels.
+
+    The weight is [outputs, inputs], or [inputs, outputs] with ``is_transposed``.
     """
     if is_transposed:
         assert bias is not None
@@ -123,16 +132,17 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool)
 
 
 def _in_groups(rows: torch.Tensor, sizes: tuple[int, ...], product: Product) -> torch.Tensor:
-    """Return products of rows [1, num_rows, inputs] in groups, the last one padded to one of the
-    sizes.
+    """Return products of rows [1, num_rows, inputs], computed in groups of ``sizes[-1]`` rows.
+
+    The last group is padded to the smallest of ``sizes`` that holds it.
     """
     outputs = []
     for part in rows[0].split(sizes[-1]):
         num_rows = len(part)
         padding = next(size for size in sizes if size >= num_rows) - num_rows
         part = F.pad(part, (0, 0, 0, padding)) if padding else part
-        # Laid out as in stock's forwards: sums of MKL depend on alignment, and on strides of
-        # dimensions of size 1.
+        # Aligned, and with the strides of stock decoding, as the order of MKL's sums depends on the
+        # alignment and on the strides of dimensions of size 1.
         part = part.clone() if part.data_ptr() % ALIGNMENT else part
         outputs.append(product(part[None])[:, :num_rows])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -148,15 +158,17 @@ def product_kind(
     as_one: bool,
     num_threads: int,
 ) -> ProductKind:
-    """Return how to multiply by weights of a shape, found by trying products whose sums cancel out
-    to rounding errors.
+    """Return a computation that is exact for weights of one shape, found by trials.
+
+    In a trial, all sums are zero but for rounding errors, which shows any other order of additions.
 
     Args:
-        dtype: that of weights and rows.
+        dtype: dtype of weights and rows.
         shape: [outputs, inputs], or [inputs, outputs] with ``is_transposed``.
+        is_transposed: weights are stored as [inputs, outputs].
         has_bias: a bias is added.
-        as_one: see ExactProducts.
-        num_threads: threads of torch, on which its results may depend.
+        as_one: see :class:`ExactProducts`.
+        num_threads: threads of torch; only a key of the cache, as torch's sums may depend on it.
     """
     del num_threads
     inputs, outputs = shape if is_transposed else shape[::-1]
@@ -195,7 +207,7 @@ def product_kind(
 
 @functools.cache
 def _has_blocks() -> bool:
-    """Return whether our own kernel can be used, building it if it was not yet."""
+    """Return whether the kernel of operators.cpp can be used; build and load it first."""
     if operators.why_unsupported() is not None:
         return False
     try:

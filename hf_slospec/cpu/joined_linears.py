@@ -1,6 +1,7 @@
-"""Linear layers of a compiled graph, whose weights are packed for the fastest kernel.
+"""Packed weights of the linear layers in a compiled graph.
 
-Layers that read the same input are joined into one matrix."""
+Layers that read the same input are joined into one matrix. Weights that eager forwards read are
+packed in ``packed_weights.py``."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ BLOCKS_ONLY = KernelChoice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 
 
 class JoinedLinears:
-    """Packed weights of all linear layers of a graph; copies of changed weights are made anew."""
+    """Packed copies of the weights of all linear layers in a graph."""
 
     def __init__(
         self,
@@ -46,19 +47,20 @@ class JoinedLinears:
 
         Args:
             model: the model.
-            names: names of layers by index in the graph; those of one index read one input.
+            names: for each ``linear`` operator of the graph, by its index, the names of the layers
+                that it computes.
             prepack: see SLOSpecConfig.
-            is_invariant: a token's products must not depend on the number of tokens.
+            is_invariant: the bits of a token's products must not depend on the number of tokens.
 
         Raises:
-            RuntimeError: ``is_invariant``, and a weight cannot be packed in blocks.
+            RuntimeError: ``is_invariant`` is set, and a weight cannot be packed by :class:`Blocks`.
         """
         self._is_invariant = is_invariant
         self.context = Context(is_invariant)
         self._model = model
         self.names = names
         self._choices: dict[Any, KernelChoice] = {}
-        # By index: versions of the weights that a packed copy was made from, and its bytes.
+        # Operator's index -> versions of its weights when they were packed, and the copy's bytes.
         self._made: dict[int, tuple[list[int], int]] = {}
         self._find_layers()
         num_bytes = sum(layer.weight.nbytes for layers in self._layers for layer in layers)
@@ -74,7 +76,7 @@ class JoinedLinears:
         return sum(num_bytes for _, num_bytes in self._made.values())
 
     def renew(self) -> None:
-        """Make copies anew of changed weights."""
+        """Replace the packed copies of weights that have changed."""
         self._find_layers()
         for index, layers in enumerate(self._layers):
             versions, _ = self._made[index]
@@ -112,8 +114,8 @@ class JoinedLinears:
         self._made[index] = versions, num_bytes
 
     def _choice(self, index: int) -> KernelChoice:
-        """Return the kernel for this layer, measured on joined weights of its shape if this machine
-        has not yet.
+        """Return the fastest kernel for the layers of one operator, measured on joined weights if
+        this machine has not measured their shape yet.
         """
         shapes = [_shape_of(layers) for layers in self._layers]
         shape = shapes[index]
@@ -140,8 +142,14 @@ def _versions_of(layers: Sequence[Any]) -> list[int]:
 
 
 def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[str]]:
-    """Replace linear layers of one input by one, and number them anew; return their names by
-    number.
+    """Replace all ``linear`` operators that read the same input by one, in place.
+
+    Args:
+        program: graph with one operator for each layer.
+        names: names of the layers by the index of their operator.
+
+    Returns:
+        The names of the layers that each remaining operator computes, by its new index.
     """
     graph = program.graph_module.graph
     by_input = defaultdict[Any, list[Any]](list)
@@ -150,7 +158,7 @@ def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[st
             by_input[node.args[0]].append(node)
     linears = list[list[str]]()
     for nodes in by_input.values():
-        x, context = nodes[0].args[:2]  # the input may be an output of a joined layer by now
+        x, context = nodes[0].args[:2]  # read late: it may have been replaced below
         outputs = [node.args[3] for node in nodes]
         index = len(linears)
         linears.append([names[node.args[2]] for node in nodes])

@@ -1,4 +1,4 @@
-"""CPU kernels for linear layers: those that read packed weights, and torch's own."""
+"""CPU kernels for linear layers that read packed weights, and the choice of one by measurement."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-TYPICAL_TOKENS = 8  # tokens per step; a packed layout may depend on it
+TYPICAL_TOKENS = 8  # tokens of a forward for which libraries may optimize a packed layout
 # Token counts for which a kernel must agree with torch's before it is used.
 TRIED_TOKENS = (1, 3, 8, 40, 300)
-TOLERANCE = 0.05  # relative error; above rounding in any dtype
+TOLERANCE = 0.05  # relative error up to which kernels agree; above rounding in any dtype
 
 
 class Matrix(Protocol):
-    """A packed weight, which multiplies inputs by it."""
+    """A packed copy of a weight; calls multiply inputs by the weight."""
 
     num_bytes: int  # bytes of the copy
     num_rounded: int  # elements that the copy holds only approximately
@@ -50,7 +50,7 @@ Kernel = Callable[[torch.Tensor], Matrix]
 
 
 class Plain:
-    """Torch's own kernels, which read the plain weight."""
+    """Torch's own kernels, which read the weight as it is."""
 
     num_bytes = num_rounded = 0
 
@@ -72,7 +72,7 @@ class OneDNN:
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         num_tokens = len(input)
-        # Padded to one of few sizes, as oneDNN caches half a megabyte or more for each.
+        # Padded, as oneDNN caches half a megabyte or more for each number of tokens.
         if missing := -num_tokens % granularity(num_tokens):
             input = F.pad(input, (0, 0, 0, missing))
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -88,13 +88,13 @@ class MKL:
 
     def __init__(self, weight: torch.Tensor):
         self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, TYPICAL_TOKENS)
-        # The operator reads only the shape of the weight.
+        # Stands in for the weight, of which the operator reads only the shape.
         self.sizes = weight.new_empty(1).expand(weight.shape)
         self.num_bytes = weight.nbytes  # MKL reserves more, but writes no more
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # The packed weight serves any number of tokens; the operator falls back if that is not the
-        # number passed.
+        # The packed layout serves any number of tokens, but the operator reads it only if its last
+        # argument is the input's number of tokens.
         out: torch.Tensor = torch.ops.mkl._mkl_linear(
             input, self.packed, self.sizes, bias, len(input)
         )
@@ -102,12 +102,12 @@ class MKL:
 
 
 class FBGEMM:
-    """FBGEMM's kernels for fp16 weights, which multiply in fp32: more precise than kernels that
-    round to bf16.
+    """FBGEMM's kernels for fp16 weights, which multiply in fp32 and so are more precise than
+    kernels that round inputs to bf16.
     """
 
     def __init__(self, weight: torch.Tensor):
-        if not float(weight.abs().max()) <= torch.finfo(torch.float16).max:  # true for nan, too
+        if not float(weight.abs().max()) <= torch.finfo(torch.float16).max:  # NaN is refused, too
             raise OverflowError("fp16 cannot hold the weight")
         self.num_rounded = int((weight.half().to(weight.dtype) != weight).sum())
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
@@ -118,9 +118,9 @@ class FBGEMM:
         return (out if bias is None else out.add_(bias)).to(input.dtype)
 
 
-BLOCKS = "Blocks"  # the kernel of compiled forwards; see cpu/operators.py
+BLOCKS = "Blocks"  # name of the kernel that only compiled forwards use; see cpu/operators.py
 PACKING: dict[str, Kernel] = {"OneDNN": OneDNN, "MKL": MKL, "FBGEMM": FBGEMM}
-# Dtypes of weights, by kernel.
+# Dtypes of the weights that a kernel takes, by its name.
 DTYPES = {
     "OneDNN": (torch.float32, torch.bfloat16, torch.float16),
     "MKL": (torch.float32,),
@@ -129,21 +129,21 @@ DTYPES = {
 
 
 def granularity(num_tokens: int) -> int:
-    """Return the number of which ``num_tokens`` is padded to a multiple; this adds an eighth at
-    most.
+    """Return the step by which ``num_tokens`` is rounded up to a padded number of tokens; padding
+    adds at most an eighth.
     """
     return 1 << max(num_tokens.bit_length() - 4, 0) if num_tokens < 512 else 64
 
 
 @functools.cache
 def works(name: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel of PACKING gives right products in this dtype on this machine."""
+    """Return whether a kernel of PACKING is correct in this dtype on this machine."""
     return dtype in DTYPES[name] and is_right(PACKING[name], dtype)
 
 
 @functools.cache
 def is_right(make: Kernel, dtype: torch.dtype) -> bool:
-    """Return whether a kernel gives right products in this dtype on this machine."""
+    """Return whether a kernel agrees with torch's products in this dtype on this machine."""
     weight = torch.linspace(-1, 1, 96 * 64, device="cpu").sin().view(96, 64).to(dtype)
     try:
         matrix = make(weight)
@@ -162,19 +162,20 @@ def _agrees(matrix: Matrix, weight: torch.Tensor, num_tokens: int) -> bool:
 
 
 CPU = torch.device("cpu")
-SIZES = (1, 4, 8, 16, 64, 256)  # tokens at which kernels are timed
-STEP_SIZES = 4  # the first sizes are those of steps; a packed layout is chosen by their sum
-# Bytes of the weights of one shape that are timed in turn; caches cannot hold them all.
+SIZES = (1, 4, 8, 16, 64, 256)  # numbers of tokens at which kernels are timed
+# The first sizes are typical of decode steps; the sum of their times decides which kernel is used.
+STEP_SIZES = 4
+# Bytes of weights of one shape that a timing reads in turn, so that caches do not hold them all.
 MEASURED_BYTES = 2**24
-REPEATS = 3
-CALM_S = 0.02  # seconds between two preemptions on an idle machine
+REPEATS = 3  # timings of a kernel, the shortest of which counts
+CALM_S = 0.02  # seconds between two preemptions of a process on an idle machine
 SMALL_BYTES = 2**20  # bytes of a weight; smaller ones stay in caches, where packing gains little
-MAX_SLOWDOWN = 3.0  # times the fastest kernel; slower ones are not timed for larger sizes
-WORTHWHILE = 0.95  # share of the time of torch's kernel; a packed weight must take less
+MAX_SLOWDOWN = 3.0  # multiple of the fastest time; slower kernels are not timed at larger sizes
+WORTHWHILE = 0.95  # share of the time of torch's kernel that a packed weight must stay below
 
 
 class KernelChoice(BaseModel):
-    """Kernel for weights of one shape."""
+    """The kernel chosen for weights of one shape, and the times of all kernels that were tried."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -192,11 +193,11 @@ PLAIN = KernelChoice(kernel=None)
 
 
 class SavedChoices(BaseModel):
-    """File of choices."""
+    """Content of the file in which choices are saved."""
 
     model_config = ConfigDict(extra="forbid")
 
-    of: dict[str, object]  # the machine
+    of: dict[str, object]  # the machine that they were measured on
     choices: dict[str, KernelChoice]
 
 
@@ -204,12 +205,11 @@ def choose(
     weights: Sequence[torch.Tensor],
     more: Mapping[str, Kernel] = MappingProxyType({}),
 ) -> KernelChoice:
-    """Return the kernel for weights of one shape and dtype, measured if this machine has not
-    measured it yet.
+    """Return the kernel for weights of one shape and dtype; measure it if no choice was saved.
 
     Args:
         weights: a model's weights of this shape, [outputs, inputs] each.
-        more: kernels beside those of PACKING, by name.
+        more: kernels to try besides PACKING, by name.
     """
     weight = weights[0]
     choices = _choices(torch.get_num_threads())
@@ -226,7 +226,7 @@ def choose(
 
 
 def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> KernelChoice:
-    """Return the kernel that is fastest on most machines, as this one is too busy to be measured."""
+    """Return the kernel that is fastest on most machines, without any measurement."""
     order = (
         BLOCKS,
         "MKL",
@@ -235,7 +235,7 @@ def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> KernelCho
     name = next((name for name in order if name in kernels), None)
     if name is None or weight.nbytes < SMALL_BYTES:
         return PLAIN
-    # Blocks are for the sizes of steps; other libraries may have faster products of many tokens.
+    # Blocks is made for few tokens; for more than 16, torch's kernel may be faster.
     return KernelChoice(
         kernel=name, is_faster=(False, *(name != BLOCKS or size <= 16 for size in SIZES[1:]))
     )
@@ -246,7 +246,8 @@ def _measured(
     weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]
 ) -> KernelChoice | None:
     """Return the fastest kernel; None if other processes disturbed the measurement."""
-    max_outputs = math.ceil(MEASURED_BYTES / weights[0][0].nbytes)  # large output layers have more
+    # Of a large output layer, only a part is timed.
+    max_outputs = math.ceil(MEASURED_BYTES / weights[0][0].nbytes)
     weights = [
         weight[:max_outputs] for weight in weights[: math.ceil(MEASURED_BYTES / weights[0].nbytes)]
     ]
@@ -264,7 +265,7 @@ def _measured(
         candidates = {
             name: matrices[name][timed] for name, by_size in seconds.items() if None not in by_size
         }
-        # New threads may share a core at first.
+        # Measured again if disturbed, as new threads may share a core at first.
         fastest = _seconds(candidates, tokens) or _seconds(candidates, tokens)
         if fastest is None:
             return None
@@ -276,8 +277,8 @@ def _measured(
 
 
 def _seconds(matrices: Mapping[str, list[Matrix]], tokens: torch.Tensor) -> dict[str, float] | None:
-    """Return the fastest seconds per weight of each kernel, timed in turn; None if most runs were
-    disturbed.
+    """Return each kernel's shortest seconds per weight; None if other processes disturbed more than
+    half of the timings.
     """
     fastest = dict.fromkeys(matrices, math.inf)
     for copies in matrices.values():
@@ -301,15 +302,15 @@ def _num_preemptions() -> int:
 
 
 def _choice(seconds: dict[str, list[float | None]]) -> KernelChoice:
-    """Return the kernel with the least time over the sizes of steps, if it is worth a copy of the
-    weight.
+    """Return the kernel that takes the least time at the sizes of decode steps, or torch's own if
+    the gain is not worth a copy of the weight.
     """
     times = {
         name: [math.inf if s is None else s for s in by_size] for name, by_size in seconds.items()
     }
     measured = {name: tuple(by_size) for name, by_size in seconds.items()}
     plain = times.pop("Plain")
-    # Sizes for which torch's kernel is faster use it, as the plain weight is kept beside the copy.
+    # Torch's kernel is used at sizes where it is faster, as the plain weight is kept.
     combined = {
         name: sum(map(min, by_size[:STEP_SIZES], plain[:STEP_SIZES]))
         for name, by_size in times.items()
@@ -324,7 +325,7 @@ def _choice(seconds: dict[str, list[float | None]]) -> KernelChoice:
 
 
 def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
-    """Return the packed weight; None if the kernel cannot hold its values."""
+    """Return a packed copy of a weight; None if the kernel's format cannot hold its values."""
     try:
         return make(weight.contiguous())
     except OverflowError:
@@ -333,7 +334,9 @@ def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
 
 @functools.cache
 def _choices(num_threads: int) -> dict[str, KernelChoice]:
-    """Return the choices for a number of threads, which begin with the saved ones."""
+    """Return this process's choices for a number of threads, to which ``choose`` adds; at first,
+    the saved ones.
+    """
     return _saved()
 
 
@@ -347,7 +350,7 @@ def _saved() -> dict[str, KernelChoice]:
 
 
 def _is_possible(name: str, choice: KernelChoice) -> bool:
-    """Return whether this version of torch and of the package could have made a choice."""
+    """Return whether a saved choice is still valid for this version of torch and of the package."""
     if choice.kernel is None:
         return True
     dtype_name, _, *more = name.split(" ")
@@ -358,7 +361,7 @@ def _is_possible(name: str, choice: KernelChoice) -> bool:
 
 
 def _save(choices: dict[str, KernelChoice]) -> None:
-    """Save the choices, with those that other processes have saved meanwhile."""
+    """Add choices to the file, which other processes may have extended meanwhile."""
     try:
         saved = SavedChoices(of=machine(CPU), choices=_saved() | choices)
         write_atomically(_path(), saved.model_dump_json(indent=1))

@@ -29,7 +29,7 @@ namespace {
 
 using at::Tensor;
 
-// A weight [outputs, inputs] as it is, or in one of the layouts of linear/cpu_kernels.py.
+// A weight [outputs, inputs] as it is, or in one of the layouts of cpu/kernels.py.
 struct Weight {
   enum Kind { PLAIN, ONEDNN, MKL, FBGEMM, BLOCKS } kind;
   Tensor tensor;                                         // the weight or its packed copy
@@ -49,7 +49,7 @@ struct Layer {
   Tensor keys, values;  // [num_slots, num_kv_heads, dim]
 };
 
-// Sequences of a step's batch; see plan.py.
+// Sequences of a step's batch; see plan_for_operators in cpu/operators.py.
 struct Plan {
   Tensor sequences;         // [num_sequences, COLUMNS] int32
   Tensor mask;              // [num_tokens, width] bool

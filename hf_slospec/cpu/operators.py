@@ -1,5 +1,6 @@
-"""The library of operators.cpp, built with this machine's C++ compiler, and its state for one
-model.
+"""Python interface of operators.cpp, the C++ operators that compiled forwards call.
+
+The library is built by this machine's C++ compiler when it is first needed.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ FLAGS = [
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 ]
-BLOCK = 64  # outputs of a block
+BLOCK = 64  # outputs per block of a packed weight
 COMPILE_S = 600  # seconds after which the compiler is stopped
 
 _loading = Lock()
 
 
 def instructions() -> dict[str, str]:
-    """Return what compiled code depends on, besides its source."""
+    """Return what compiled code depends on besides its source, as parts of a cache key."""
     flags = cpu_info("flags") or cpu_info("Features")
     capability = torch.backends.cpu.get_cpu_capability()
     return {
@@ -59,7 +60,7 @@ def library_path() -> Path:
 
 
 def build() -> None:
-    """Make the library for this machine, unless it was made before.
+    """Make the library for this machine with its C++ compiler, unless the file exists.
 
     Raises:
         RuntimeError: there is no C++ compiler, or it failed.
@@ -68,7 +69,7 @@ def build() -> None:
     path = library_path()
     if path.exists():
         return
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
+    from torch._inductor.cpp_builder import get_cpp_compiler  # imported here: it takes a second
 
     root = Path(torch.__file__).parent
     openmp = next(
@@ -111,14 +112,14 @@ def load() -> None:
     """Load the library, which must have been built.
 
     Raises:
-        OSError: it is missing, or cannot be loaded.
+        OSError: the library is missing, or cannot be loaded.
     """
     with _loading:
         _load(library_path())
 
 
 def why_unsupported() -> str | None:
-    """Return why this system cannot have compiled forwards; None if it can."""
+    """Return why compiled forwards are not supported on this system; None if they are."""
     if sys.platform != "linux":
         return f"compiled forwards need Linux, and this is {sys.platform}"
     if not hasattr(torch._inductor, "aoti_load_package"):
@@ -127,10 +128,10 @@ def why_unsupported() -> str | None:
 
 
 class Blocks:
-    """Weights in blocks of 64 outputs, for the library's own kernel: one pass over memory for any
-    number of tokens.
+    """A weight packed in blocks of 64 outputs for the matrix kernel of operators.cpp.
 
-    A row of products does not depend on how many rows there are.
+    The kernel reads the weight once for any number of tokens, and the bits of a token's products do
+    not depend on that number.
     """
 
     num_rounded = 0
@@ -140,10 +141,11 @@ class Blocks:
 
         Args:
             weight: the weight.
-            chunk: inputs that are summed by themselves before they are added to the others; 0: all.
+            chunk: number of inputs that are added up before their sum is added to the total; 0:
+                all inputs.
 
         Raises:
-            OverflowError: the kernel cannot hold it.
+            OverflowError: the kernel has no blocks for this dtype or number of inputs.
         """
         self.outputs, inputs = weight.shape
         self.chunk = chunk
@@ -163,13 +165,13 @@ class Blocks:
 
 
 class Context:
-    """Weights, K/V and plan that the operators of one model's compiled forwards use."""
+    """Weights, K/V pool and batch that the operators in one model's compiled forwards read."""
 
     def __init__(self, is_invariant: bool = False) -> None:
         """Make an empty context; the library must be loaded.
 
-        With ``is_invariant``, a token's attention depends on the tokens before it only, not on the
-        rest of the batch."""
+        With ``is_invariant``, the bits of a token's attention depend on the tokens before it only,
+        not on the rest of the batch."""
         self._id: int = torch.ops.hf_slospec.new_context(is_invariant)
         self.tensor = torch.tensor([self._id], device="cpu")
         self._pool: weakref.ref[KVPool] | None = None
@@ -186,10 +188,10 @@ class Context:
         concatenated.
 
         Args:
-            index: number of the layer in the graph.
-            plain: [outputs, inputs] each.
-            matrices: packed copy of all of them joined; none where torch's kernels are used.
-            choice: numbers of tokens for which the copies are used.
+            index: index of the ``linear`` operator in the graph.
+            plain: the layers' weights, [outputs, inputs] each.
+            matrices: the packed copy of all these weights joined; empty: torch's kernels are used.
+            choice: tells for which numbers of tokens the packed copy is used.
         """
         operators = torch.ops.hf_slospec
         uses_packed = list(map(int, choice.is_faster)) or [0] * len(SIZES)
@@ -206,7 +208,7 @@ class Context:
                 operators.add_fbgemm(self._id, index, matrix.packed)
 
     def follow(self, pool: KVPool, batch: PackedBatch) -> None:
-        """Let the next forward use this pool and batch."""
+        """Set the K/V pool and the batch that the next forward reads."""
         operators = torch.ops.hf_slospec
         if self._pool is None or self._pool() is not pool:
             operators.set_pool(self._id, pool.keys, pool.values)
@@ -219,11 +221,11 @@ def plan_for_operators(batch: PackedBatch) -> tuple[torch.Tensor, ...]:
 
     Returns:
         sequences: [num_sequences, 6] int32: first slot, committed tokens, staged tokens, first
-            token in the batch, tokens in the batch, and 1 for chains.
+            token in the batch, tokens in the batch, and 1 if it is a chain (see Span), else 0.
         mask: [num_tokens, max_staged] bool, True = may attend; not read for chains.
-        windowed_mask: the same for layers with a sliding window.
-        positions: [num_tokens] int32.
-        staged_positions: [num_sequences, max_staged] int32.
+        windowed_mask: the mask in layers with a sliding window, of the same shape.
+        positions: [num_tokens] int32, of the tokens in the batch.
+        staged_positions: [num_sequences, max_staged] int32, of all staged tokens.
     """
     spans = batch.spans
     sequences = [
@@ -257,7 +259,9 @@ def plan_for_operators(batch: PackedBatch) -> tuple[torch.Tensor, ...]:
 
 
 def _stacked_masks(masks: list[torch.Tensor | None], spans: list[Span]) -> torch.Tensor:
-    """Return the masks below each other, padded with False.  -> [num_tokens, max_staged] bool"""
+    """Return one mask with the rows of all spans, padded with False; None is a mask of False.  ->
+    [num_tokens, max_staged] bool
+    """
     width = max((mask.shape[1] for mask in masks if mask is not None), default=1)
     stacked = torch.zeros(spans[-1].end, width, dtype=torch.bool, device="cpu")
     for span, mask in zip(spans, masks, strict=True):

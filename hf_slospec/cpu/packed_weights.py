@@ -1,8 +1,9 @@
-"""Packed copies of a model's weights on a CPU, for faster kernels.
+"""Packed copies of a model's weights on a CPU, for faster kernels in eager forwards.
 
 ``torch.nn.functional.linear`` reads weights in their plain layout, which for the few tokens of a
-step takes up to six times as long (docs/cpus.md). Only packed forwards use the copies; other
-forwards of the model are unchanged.
+decode step takes up to six times as long (docs/cpus.md). Only packed forwards use the copies; other
+forwards of the model are unchanged. ``joined_linears.py`` packs weights for compiled forwards, and
+``kernels.py`` chooses the kernels.
 """
 
 from __future__ import annotations
@@ -37,10 +38,9 @@ FREE_SHARE = 0.25  # share of the free memory that copies may take with prepack=
 
 
 class PackedWeight:
-    """A packed copy of a layer's weight, and the state of the weight that it was made from.
+    """A packed copy of one weight of a layer, and the version of the weight that was packed.
 
-    ``autocast``: dtype of the copy, for forwards that compute with autocast; None: the weight's
-    own.
+    ``autocast``: dtype of the copy, for forwards under autocast; None: the dtype of the weight.
     """
 
     def __init__(self, layer: nn.Module, name: str, autocast: torch.dtype | None = None):
@@ -51,12 +51,12 @@ class PackedWeight:
         self.make()
 
     def make(self) -> None:
-        """Make the copy anew from the layer's present weight."""
+        """Make the copy from the layer's present weight; none if no kernel is worth a copy."""
         weight: Any = self.layer._parameters.get(self.name)
         self.weight = weight
         self.choice = PLAIN
         self.num_made += 1
-        # One, or one per expert; empty where torch's own kernels are used.
+        # One matrix, or one per expert; empty if torch's own kernels are used.
         self.matrices: list[Matrix] = []
         self.version: int | None = None
         if weight is None or not can_be_packed(weight):
@@ -82,7 +82,7 @@ class PackedWeight:
         return sum(matrix.num_rounded for matrix in self.matrices)
 
     def renew(self) -> None:
-        """Make the copy anew if the weight has changed."""
+        """Make the copy again if the weight has changed."""
         weight: Any = self.layer._parameters.get(self.name)
         if weight is None or self.weight is not weight or self.version != weight_version(weight):
             self.make()
@@ -90,8 +90,9 @@ class PackedWeight:
     def product(
         self, input: torch.Tensor, bias: torch.Tensor | None, index: int = 0
     ) -> torch.Tensor:
-        """Return the product with the weight, or with one expert's.  [num_tokens, inputs] ->
-        [num_tokens, outputs]
+        """Return ``input`` times the weight (of experts: of expert ``index``), plus the bias.
+
+        [num_tokens, inputs] -> [num_tokens, outputs]
         """
         if self.autocast is not None:
             input = input.to(self.autocast)
@@ -104,12 +105,12 @@ class PackedWeight:
 def matrices_of(
     layer: nn.Module, weight: torch.Tensor, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Return a layer's weight as matrices, one or one per expert, in a dtype.  -> [outputs, inputs]
-    each
+    """Return a layer's weight as one matrix, or one per expert, in ``dtype`` or else its dtype.  ->
+    [outputs, inputs] each
     """
     weight = weight.detach().to(dtype or weight.dtype)
     matrices = list(weight.unbind(0)) if weight.dim() == 3 else [weight]
-    # Whether weights are stored as [inputs, outputs].
+    # True: the layer stores its weights as [inputs, outputs].
     is_transposed = getattr(layer, "is_transposed", isinstance(layer, Conv1D))
     return [matrix.T for matrix in matrices] if is_transposed else matrices
 
@@ -125,17 +126,17 @@ def can_be_packed(weight: nn.Parameter) -> bool:
 
 
 class PackedLayer:
-    """Computes a layer with packed copies of all its weights."""
+    """Override that computes a linear layer or fused experts with packed weights."""
 
     def __init__(self, copies: Sequence[PackedWeight]):
         self.copies = copies
         self._compute: Override = _linear if len(copies) == 1 else _experts
 
     def __call__(self, original: Override, layer: Any, *inputs: Any, **named: Any) -> Any:
-        """Return the layer's output."""
+        """Return the layer's output, from ``original`` if the copies do not fit this call."""
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         for copy in self.copies:
-            # A part of the forward may switch autocast on or off.
+            # The model's forward may switch autocast on or off for some layers.
             if named or copy.autocast != dtype or layer._parameters.get(copy.name) is None:
                 return original(layer, *inputs, **named)
         return self._compute(layer, *self.copies, *inputs)
@@ -157,16 +158,17 @@ def _experts(
     experts: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the weighted sums of experts' outputs, with one product per expert as transformers'
-    grouped_mm has.  -> [num_tokens, hidden]
+    """Return each token's weighted sum of its experts' outputs.  -> [num_tokens, hidden]
+
+    As in transformers' grouped_mm, all tokens of an expert are multiplied at once.
 
     Args:
-        layer: the fused experts.
-        up: the packed weights before the activation.
-        down: those behind it.
+        layer: the module of the fused experts.
+        up: packed weights of the projection before the activation.
+        down: packed weights of the projection after the activation.
         hidden: [num_tokens, hidden].
-        experts: [num_tokens, top_k] int64, each token's experts.
-        weights: [num_tokens, top_k], the weights of their outputs.
+        experts: [num_tokens, top_k] int64, indices of each token's experts.
+        weights: [num_tokens, top_k], factors of these experts' outputs.
     """
     if not hidden.numel():
         return torch.empty_like(hidden)
@@ -184,7 +186,7 @@ def _experts(
             outputs.append(
                 down.product(inner, None if down_bias is None else down_bias[index], index)
             )
-    out = torch.cat(outputs)  # [num_tokens * top_k, hidden], by expert
+    out = torch.cat(outputs)  # [num_tokens * top_k, hidden], sorted by expert
     out = layer.post_expert_norm(out) if layer.has_post_expert_norm else out
     weighted = out * weights.flatten()[order].unsqueeze(-1)
     by_token = torch.empty_like(weighted).index_copy_(0, order, weighted)
@@ -204,33 +206,34 @@ def is_plain(layer: nn.Module) -> bool:
 
 _Shape = tuple[torch.dtype, torch.Size]
 _Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
-# Packed weights, shared by all users of a layer; each refers to its layer, so that the layer's id
-# stays valid.
+# Packed weights of all models, so that a layer has one copy for all its users. Each of them holds
+# its layer, so that the layer's id is not reused for another object.
 _shared: WeakValueDictionary[_Key, PackedWeight] = WeakValueDictionary()
 
 
 class PackedWeights(LinearOverride):
-    """Packed weights of one model's layers."""
+    """Override that computes one model's linear layers with packed copies of their weights."""
 
     def __init__(
         self, model: nn.Module, wanted: bool | None, autocast: torch.dtype | None = None
     ) -> None:
-        """Make nothing yet.
+        """Store the options; :meth:`renew` makes the copies.
 
         Args:
             model: the model.
-            wanted: see SLOSpecConfig.prepack.
+            wanted: ``prepack`` of SLOSpecConfig; None: only if the copies take at most
+                ``FREE_SHARE`` of the free memory.
             autocast: see :class:`PackedWeight`.
         """
         self._model = model
         self._wanted = wanted
         self._autocast = autocast
-        self._copies: WeakSet[PackedWeight] = WeakSet()  # those of overrides, which hold them
+        self._copies: WeakSet[PackedWeight] = WeakSet()  # copies in use, held by overrides
         self._prepared: dict[nn.Module, list[PackedWeight]] = {}
 
     @classmethod
     def for_model(cls, model: nn.Module, options: OverrideOptions) -> PackedWeights | None:
-        """Return the packed weights of a model; None if they are not wanted."""
+        """Return the override for a model; None with ``prepack=False``."""
         return None if options.prepack is False else cls(model, options.prepack, options.autocast)
 
     @property
@@ -249,7 +252,7 @@ class PackedWeights(LinearOverride):
         return dict(Counter(str(copy.choice.kernel) for copy in self._copies if copy.matrices))
 
     def make(self, linear: nn.Module) -> Override | None:
-        """Return a layer's product with packed copies of its weights."""
+        """Return an override that computes a layer with packed weights; None if it has none."""
         copies = self._prepared.pop(linear, [])
         if not copies or not all(copy.matrices for copy in copies):
             return None
@@ -257,7 +260,7 @@ class PackedWeights(LinearOverride):
         return PackedLayer(copies)
 
     def renew(self, version: ModelVersion) -> None:
-        """Choose kernels, make missing copies, and make those of changed weights anew."""
+        """Choose kernels, and make the copies that are missing or whose weights have changed."""
         self._copies.clear()
         kernels = self._kernels_by_layer()
         new = [
@@ -272,7 +275,7 @@ class PackedWeights(LinearOverride):
             self._wanted = self._fits(sum(sizes))
         layers = list(kernels) if self._wanted else []
         if any("FBGEMM" in kernels[layer] for layer, _ in new):
-            # It packs 50 million weights per second, in one thread.
+            # FBGEMM packs in one thread, 50 million weights per second; so layers run in parallel.
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 made = list(pool.map(self._copies_of, layers))
         else:
@@ -286,7 +289,9 @@ class PackedWeights(LinearOverride):
             )
 
     def _kernels_by_layer(self) -> dict[nn.Module, list[str]]:
-        """Return kernels for the weights of all layers for which packing is worthwhile."""
+        """Return the kernels of each layer's weights, for layers that are faster with all weights
+        packed.
+        """
         if self._wanted is False or is_compiled(self._model):
             return {}
         by_shape = defaultdict[_Shape, list[torch.Tensor]](list)
@@ -321,7 +326,7 @@ class PackedWeights(LinearOverride):
         return id(layer), name, self._autocast
 
     def _copies_of(self, layer: nn.Module) -> list[PackedWeight]:
-        """Return the up-to-date packed weights of a layer; make missing ones."""
+        """Return the packed weights of a layer; make those that are missing or out of date."""
         copies = []
         for name in weight_names(layer):
             key = self._key(layer, name)

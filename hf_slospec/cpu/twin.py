@@ -1,8 +1,9 @@
-"""A model's forward as a graph for torch's compiler, traced on a copy of the model without weights.
+"""Tracing of a model's forward into a graph for torch's compiler, on a twin: a copy of the model
+without weights.
 
-The copy is made of the model's class and config on the meta device, or for this package's own
-networks of the modules themselves. Its linear layers and its attention are operators of
-:mod:`hf_slospec.cpu`; all other weights are inputs of the graph.
+The twin is made from the model's class and config on the meta device; for this package's own
+networks, such as draft heads, from pickled modules. In the graph, linear layers and attention are
+operators of operators.cpp, which find weights and K/V by themselves; other weights are inputs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from hf_slospec.model.properties import config_values
 from hf_slospec.model.version import NOT_SETTINGS
 from hf_slospec.model.whose_code import library_of
 
-SETTINGS = (bool, int, float, str, tuple)  # types of attributes that are settings
-# The config is described by itself, without the model's path.
+SETTINGS = (bool, int, float, str, tuple)  # types of the modules' attributes that a graph may read
+# Attributes that are not compared; the config is compared separately, without the model's path.
 UNREAD = NOT_SETTINGS | {"config", "name_or_path"}
-LINEAR = (nn.Linear, Conv1D)  # classes of layers whose products are operators
-# Tokens and logits of a forward; the compiler makes another graph for 1.
+LINEAR = (nn.Linear, Conv1D)  # classes of layers that the `linear` operator replaces
+# Numbers of tokens and of logits that a graph takes; for 1, the compiler would make another graph.
 MIN_SIZE = 2
 MAX_TOKENS = 2**20
 TRACED_TOKENS = 7
@@ -48,16 +49,16 @@ class GraphDescription:
 
     model_class: type[Any]
     config: Any
-    # Classes of all modules, by name; of LoRA layers, that of the layer inside.
+    # Module name -> class name; for LoRA layers, the class name of the base layer.
     modules: dict[str, str]
-    # Scaling of each adapter that is added, by the name of the LoRA layer.
+    # Name of a LoRA layer -> name of an active adapter -> its scaling.
     lora: dict[str, dict[str, float]]
     tensors: dict[str, tuple[torch.dtype, Shape]]  # parameters and buffers, by name
     layers: tuple[AttentionLayer, ...]  # in the order in which the pool stores them
-    feature_layers: tuple[int, ...]  # hidden states to return
+    feature_layers: tuple[int, ...]  # layers whose hidden states are returned
     keeps_logits: bool  # the model's forward takes logits_to_keep
-    input_size: int | None  # length of a token's input; None: tokens are ids
-    # Plain attributes of modules by name; None: the model is made of its class and config.
+    input_size: int | None  # size of a token's embedding; None: tokens are ids
+    # Name of a module's attribute -> repr of its value; None unless the class is this package's.
     settings: dict[str, str] | None
     modules_only: bytes | None = None  # the pickled modules without weights, if there are settings
 
@@ -86,7 +87,7 @@ class GraphDescription:
         )
 
     def with_modules(self, model: Any) -> GraphDescription:
-        """Return this description of a model with all that a process needs to trace its graph."""
+        """Return a copy with the pickled modules, if another process needs them for tracing."""
         if self.settings is None:
             return self
         return replace(self, modules_only=_without_weights(model))
@@ -98,7 +99,7 @@ class GraphDescription:
 
     @property
     def sources(self) -> list[str]:
-        """Sources of the model's classes, if they are of this package."""
+        """Source texts of those of the model's classes that are defined in this package."""
         files = {
             str(sys.modules[kind.__module__].__file__)
             for kind in self.model_class.__mro__
@@ -116,7 +117,7 @@ class GraphDescription:
             return self.model_class(self.config).eval()
 
     def identity(self) -> dict[str, Any]:
-        """Return what identifies the graph, as values for JSON."""
+        """Return the values that identify the graph in a cache key, as they are written to JSON."""
         return {
             "class": _name_of(self.model_class),
             "config": config_values(self.config),
@@ -130,9 +131,7 @@ class GraphDescription:
 
 
 def _module_classes(model: nn.Module, lora: Collection[str] = ()) -> dict[str, str]:
-    """Return the classes of all modules by name, as they would be without adapters in the layers
-    ``lora``.
-    """
+    """Return all modules' class names by module name, without adapters in the layers ``lora``."""
     classes = dict[str, str]()
     prefixes = tuple(f"{name}." for name in lora)  # of modules in LoRA layers
     for name, module in model.named_modules():
@@ -147,8 +146,8 @@ def _name_of(kind: type[Any]) -> str:
 
 
 def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return :attr:`GraphDescription.lora` of a model, which lacks layers that compute something
-    else.
+    """Return :attr:`GraphDescription.lora` of a model, without layers that compute more than the
+    base layer and scaled adapters.
     """
     scalings = dict[str, dict[str, float]]()
     layer: Any
@@ -169,12 +168,12 @@ def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
 
 
 def _is_ours(kind: type[Any]) -> bool:
-    """Return whether a class is one of this package, as those of draft heads."""
+    """Return whether a class is defined in this package, as those of draft heads are."""
     return library_of(kind) == "hf_slospec"
 
 
 def _settings(model: nn.Module) -> dict[str, str]:
-    """Return the plain attributes of all modules, by name."""
+    """Return the repr of all modules' attributes with types in ``SETTINGS``, by attribute name."""
     return {
         f"{name}.{attribute}": repr(value)
         for name, module in model.named_modules()
@@ -188,7 +187,7 @@ def _without_weights(model: nn.Module) -> bytes | None:
     file = io.BytesIO()
     try:
         _ModulesPickler(file).dump(model)
-    # Locks, or functions that were defined in others.
+    # Raised for locks, and for functions that were defined inside of others.
     except (pickle.PicklingError, TypeError, AttributeError):
         return None
     return file.getvalue()
@@ -210,14 +209,14 @@ def _on_meta(is_parameter: bool, shape: Shape, dtype: torch.dtype) -> torch.Tens
 
 @dataclass(frozen=True)
 class Interface:
-    """Inputs of a graph, by the names that the model's modules and weights have."""
+    """Names of the model's weights and layers that a compiled graph refers to."""
 
-    weights: list[str]  # parameters and buffers that are inputs
-    linears: list[list[str]]  # layers by their index in the graph; those of one list are joined
+    weights: list[str]  # parameters and buffers, in the order of the graph's inputs
+    linears: list[list[str]]  # layers that each `linear` operator computes, by its index
 
 
 class TracedForward(AttentionHook):
-    """Hook of a model while its graph is traced."""
+    """Attention hook that calls the ``attend`` operator, while a model's graph is traced."""
 
     def __init__(
         self, context: torch.Tensor, layers: Sequence[AttentionLayer], position_ids: torch.Tensor
@@ -233,8 +232,8 @@ class TracedForward(AttentionHook):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the layer of K and V, each [1, num_kv_heads, num_tokens, dim]; ``attend``
-        stages them.
+        """Record the layer that computed K and V [1, num_kv_heads, num_tokens, dim], which the
+        operator stages.
         """
         self._layer_of[id(key), id(value)] = layer_idx
         self._held += key, value
@@ -248,8 +247,8 @@ class TracedForward(AttentionHook):
         rules: AttentionRules,
         *_: Any,
     ) -> torch.Tensor:
-        """Return attention of the layer that cached these K and V.  -> [1, num_tokens, num_heads,
-        value_dim]
+        """Return attention of the layer that computed ``key`` and ``value``.  -> [1, num_tokens,
+        num_heads, value_dim]
         """
         index, layer = self._layers[self._layer_of[id(key), id(value)]]
         is_first = index not in self._staged
@@ -262,11 +261,11 @@ class TracedForward(AttentionHook):
 
 
 class _TracedLinear(nn.Module):
-    """Linear layer that calls the operator."""
+    """Linear layer that calls the ``linear`` operator, which has the weight."""
 
     def __init__(self, step: _Step, name: str, outputs: int, bias: torch.Tensor | None = None):
         super().__init__()
-        # in a list: the step is no submodule
+        # In a list, so that the step does not become a submodule.
         self._step = [step]
         self._index = len(step.linears)
         self._outputs = outputs
@@ -281,7 +280,7 @@ class _TracedLinear(nn.Module):
 
 
 class _TracedLoRA(nn.Module):
-    """Linear layer with adapters that are added to it."""
+    """LoRA layer whose base layer and adapters call the ``linear`` operator."""
 
     def __init__(self, step: _Step, name: str, base: _TracedLinear, scalings: dict[str, float]):
         super().__init__()
@@ -305,13 +304,13 @@ class _TracedLoRA(nn.Module):
 
 
 class _Step(nn.Module):
-    """The packed forward of a model, with tensors as its arguments only."""
+    """Module whose forward is a model's packed forward with tensors as its only arguments."""
 
     def __init__(self, description: GraphDescription):
         super().__init__()
         self.description = description
         self.linears = list[str]()  # names by index
-        # Context of the traced forward; export inspects tensors in lists.
+        # Holds the forward's context, in a namespace, as export would inspect a list.
         self.traced = SimpleNamespace(context=None)
         twin = description.twin()
         if (modules := _module_classes(twin)) != description.modules:
@@ -327,7 +326,7 @@ class _Step(nn.Module):
         self.weights = [name for name, _ in named]
         if missing := [name for name in self.weights if name not in description.tensors]:
             raise ValueError(f"the model has no {', '.join(missing[:5])}")
-        self._twin = [twin]  # in a list: its weights are arguments
+        self._twin = [twin]  # in a list, so that its weights are not the step's
 
     def _traced(self, name: str, layer: Any) -> nn.Module:
         outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.nf
@@ -339,11 +338,11 @@ class _Step(nn.Module):
 
     def forward(
         self,
-        # [1, num_tokens] int64 or, if the model's inputs are no ids, [1, num_tokens, input_size]
+        # Token ids [1, num_tokens] int64, or embeddings [1, num_tokens, input_size].
         tokens: torch.Tensor,
         position_ids: torch.Tensor,  # [1, num_tokens] int64
-        logit_rows: torch.Tensor,  # [num_logits] int64
-        context: torch.Tensor,  # [1] int64
+        logit_rows: torch.Tensor,  # [num_logits] int64: tokens whose logits are returned
+        context: torch.Tensor,  # [1] int64, the id of a Context
         weights: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Return logits [num_logits, vocab], and features [num_tokens, num_feature_layers * hidden]
@@ -369,7 +368,7 @@ def export_graph(description: GraphDescription) -> tuple[ExportedProgram, Interf
     """Return the graph of a model's packed forward; the operators' library must be loaded.
 
     Raises:
-        Exception: the model cannot be traced, for many reasons.
+        Exception: the model cannot be traced; torch raises errors of many classes.
     """
     step = _Step(description)
     weights = [

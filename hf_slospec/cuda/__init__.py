@@ -2,8 +2,8 @@
 
 
 def register() -> None:
-    """Add attention backends (``"auto"`` tries them in this order), the path of CUDA graphs, and
-    the overrides of layers.
+    """Add attention backends (``"auto"`` tries them in this order), the ``cuda_graphs`` forward
+    path, and the overrides that compute layers by fused kernels or by exact products.
     """
     from hf_slospec.cuda import flash_attention, tree_attention
     from hf_slospec.cuda.captured import CudaGraphPath

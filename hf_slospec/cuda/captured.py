@@ -1,4 +1,8 @@
-"""Forward path by CUDA graphs: which forwards are padded and replayed, on each K/V pool."""
+"""The ``cuda_graphs`` forward path: pads batches to one of a few sizes, and chooses the forwards
+that are replayed on each K/V pool.
+
+``graphs.py`` captures and replays them.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +36,17 @@ from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.paths import Facts, ForwardPath, PathContext
 from hf_slospec.model.version import ModelVersion, can_be_traced
 
-MAX_PADDING_SLOTS = (
-    144  # tokens: the largest step between two sizes, and one for each of 16 padding sequences
-)
-MAX_CACHED = 256  # padding sequences
-SHORT = 16  # tokens; shorter padding sequences do not make attention faster
+# K/V slots for padding tokens: 128, the largest difference between two of BUCKETS, and one for each
+# of 16 padding sequences.
+MAX_PADDING_SLOTS = 144
+MAX_CACHED = 256  # padding sequences whose tensors are kept
+SHORT = 16  # tokens; attention is no faster if padding sequences are shorter
 
 
 def padded(
     parts: Sequence[NewTokens], logit_rows: torch.Tensor, pool: KVPool
 ) -> tuple[list[NewTokens], torch.Tensor] | None:
-    """Append padding sequences to the parts, and row 0 to the logit rows.
+    """Pad a batch to a size that is captured: append padding sequences, and 0 to the logit rows.
 
     Returns None if the batch exceeds the largest size, or needs more padding slots than the pool
     has."""
@@ -65,20 +69,21 @@ def padded(
 
 
 def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
-    """Return the numbers of padding sequences and of their tokens."""
+    """Return the number of padding sequences that a batch needs, and the sum of their tokens."""
     num_padding = bucket_for(num_parts, BATCHES) - num_parts
     missing = bucket_for(num_tokens + num_padding) - num_tokens
-    # Attention pads all sequences to the longest one, so that should not be a padding sequence.
+    # Attention pads all sequences to the longest, so padding sequences should not be longer than
+    # the real ones.
     needed = -(-missing // max(bucket_for(longest), SHORT))
     if needed == 1 > num_padding:
-        num_padding = 1  # one more sequence than BATCHES asks for, not a whole bucket more
+        num_padding = 1  # cheaper than padding to the next size in BATCHES
     elif needed > num_padding:
         num_padding = bucket_for(num_parts + needed, BATCHES) - num_parts
     return num_padding, bucket_for(num_tokens + num_padding) - num_tokens
 
 
 def _padding_sequence(start: int, length: int, like: NewTokens) -> NewTokens:
-    """Return a padding sequence on the device of ``like``, with embeddings if that has some."""
+    """Return a padding sequence in slots from ``start`` on, with embeddings if ``like`` has any."""
     padding = _cached_padding(start, length, like.mask.dtype, like.mask.device)
     if like.embeds is None:
         return padding
@@ -87,7 +92,7 @@ def _padding_sequence(start: int, length: int, like: NewTokens) -> NewTokens:
 
 @functools.lru_cache(maxsize=MAX_CACHED)
 def _cached_padding(start: int, length: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
-    """Return a padding sequence without embeddings, which callers must not change."""
+    """Return a padding sequence without embeddings, shared by callers, which must not change it."""
     zeros = torch.zeros(length, dtype=torch.int64, device=device)
     return NewTokens(
         CachedSequence(start, length), zeros, zeros, torch.eye(length, dtype=dtype, device=device)
@@ -96,7 +101,8 @@ def _cached_padding(start: int, length: int, dtype: torch.dtype, device: torch.d
 
 logger = logging.getLogger(__name__)
 
-# Plans of padded batches whose sizes do not depend on lengths of texts.
+# Functions that make attention plans whose sizes, for padded batches, do not depend on the lengths
+# of the sequences.
 REPLAYABLE = {pack, plan_tree, plan_own}
 
 
@@ -104,7 +110,7 @@ NO_LOGITS = torch.empty(0, device="cpu")
 
 
 class CudaGraphPath(ForwardPath):
-    """Replays packed forwards that recur as CUDA graphs."""
+    """Forward path that captures packed forwards which recur, and replays their CUDA graphs."""
 
     name = "cuda_graphs"
     order = 10
@@ -117,10 +123,10 @@ class CudaGraphPath(ForwardPath):
         self._model = context.model
         self._version = context.version
         self._can_be_traced = can_be_traced(self._model)
-        self._plans: list[PlanKey] | None = None  # that the layers request; None: not known yet
-        self._modules = self._version.modules  # version for which they were found
+        self._plans: list[PlanKey] | None = None  # requested by the layers; None: not found yet
+        self._modules = self._version.modules  # version of the modules that requested these plans
         self._history = GraphHistory()
-        self._by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
+        self._by_pool = WeakKeyDictionary[KVPool, Graphs]()  # graphs contain addresses of the pool
         self.is_on = True
 
     @classmethod
@@ -147,8 +153,8 @@ class CudaGraphPath(ForwardPath):
 
     @property
     def counts(self) -> GraphCounts:
-        """Numbers of captured, replayed and eager forwards so far, among those of sizes that can be
-        captured.
+        """Numbers of captured, replayed and eager forwards so far; forwards of sizes that are never
+        captured do not count.
         """
         return replace(self._history.counts)
 
@@ -172,7 +178,7 @@ class CudaGraphPath(ForwardPath):
         return nullcontext() if graphs is None else graphs.capturing_at_once()
 
     def on(self, pool: KVPool) -> Graphs | None:
-        """Return the captured forwards on a pool; None if this model captures none."""
+        """Return the graphs on a K/V pool, made at the first call; None if graphs are off."""
         if (
             self.is_on
             and pool not in self._by_pool
@@ -192,7 +198,7 @@ class CudaGraphPath(ForwardPath):
         if not self.is_on:
             return None
         parts, padded_rows = larger
-        # The number of a level's rows is padded already.
+        # The rows of a draft level are padded already.
         rows = padded_rows if level is None else inputs.logit_rows
         tensors = replace(inputs, parts=parts, logit_rows=rows, is_padded=True).tensors(plans)
         graphs = self._by_pool[inputs.pool]
@@ -216,7 +222,9 @@ class CudaGraphPath(ForwardPath):
         return not any(part.is_chain and len(part.mask) > MAX_DENSE for part in inputs.parts)
 
     def _layer_plans(self) -> list[PlanKey]:
-        """Return the plans that the layers request; end all captures if some depend on lengths."""
+        """Return the attention plans that the layers request; turn graphs off if a plan's size
+        depends on the lengths of sequences.
+        """
         if self._plans is None:
             self._plans = self._eager.find_plans()
             if not {make for make, *_ in self._plans} <= REPLAYABLE:
@@ -226,7 +234,7 @@ class CudaGraphPath(ForwardPath):
         return self._plans
 
     def _compute(self, pool: KVPool, tensors: ForwardTensors) -> Any:
-        """Compute a forward that reads tensors only, which are on the device."""
+        """Compute a forward from tensors on the device only, so that it can be captured."""
         level = tensors.level
         batch = PlannedBatch(tensors.plans, None if level is None else level.seen)
         outputs = self._eager.compute(pool, batch, tensors)

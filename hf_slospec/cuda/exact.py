@@ -1,4 +1,7 @@
-"""Products and means on CUDA in which the bits of a row do not depend on how many rows there are."""
+"""Matrix products and means on CUDA in which a row's bits do not depend on the number of rows.
+
+They serve ``exact="self"``; those for CPUs are in ``cpu/exact.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,22 @@ from hf_slospec.model.linear_overrides import Attribute, LinearOverride, Overrid
 
 
 class InvariantProducts(LinearOverride):
-    """Computes products, and means over the last dimension, by a kernel with fixed tiles.
+    """Override of products by weights, and of means over the last dimension, by a Triton kernel.
 
-    torch's kernels divide a row among as many threads as the number of rows leaves.
+    Its tiles are fixed, while torch's kernels divide each row among more threads, and so add its
+    elements in another order, if there are fewer rows.
     """
 
     @classmethod
     def for_model(
         cls, model: torch.nn.Module, options: OverrideOptions
     ) -> InvariantProducts | None:
-        """Return the products of a model on CUDA; None if exactness is not wanted."""
+        """Return the override for a model on CUDA; None on other devices or without ``exact``."""
         return cls() if options.exact is not None and options.device == "cuda" else None
 
     @property
     def functions(self) -> dict[Attribute, Override]:
-        """Products of linear layers and of transformers' Conv1D, and means of norms."""
+        """Overrides of ``F.linear``, ``torch.addmm`` (for Conv1D) and ``mean`` (for norms)."""
         return {
             (F, "linear"): _linear,
             (torch, "addmm"): _addmm,
@@ -51,7 +55,9 @@ def _addmm(original: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _mean(
     original: Override, input: torch.Tensor, dim: Any = None, keepdim: bool = False, **others: Any
 ) -> torch.Tensor:
-    """Return means over the last dimension as products with ones; over others, as torch does."""
+    """Return means over the last dimension as products with ones; over other dimensions, the result
+    of ``original``.
+    """
     if dim not in (-1, (-1,), [-1]) or others or not input.is_cuda:
         arguments = {} if dim is None else {"dim": dim, "keepdim": keepdim}
         return original(input, **arguments, **others)  # type: ignore[no-any-return]
@@ -62,8 +68,8 @@ def _mean(
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return products by a weight [outputs, inputs].  -> [num_rows, outputs]"""
-    # Triton comes with torch for CUDA only.
+    """Return ``rows @ weight.T + bias``.  -> [num_rows, outputs]"""
+    # Imported here, as Triton comes with torch for CUDA only.
     from hf_slospec.cuda.few_row_kernels import invariant_product
 
     return invariant_product(rows, weight, bias)

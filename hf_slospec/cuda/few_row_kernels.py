@@ -1,8 +1,8 @@
-"""Products of few rows by several weights at once, as Triton kernels that read the weights at the
-memory's speed.
+"""Triton kernels that multiply few rows by several weights at once, as fast as memory delivers the
+weights, and the exact product of ``exact.py``.
 
-A layer that reads megabytes takes some ten microseconds on a data-center GPU, of which a kernel's
-begin and end are a quarter or more; one kernel for several layers has them once.
+A layer that reads megabytes of weights takes some ten microseconds on a data-center GPU, a quarter
+or more of which starts and ends the kernel; one kernel for several layers does that once.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import triton.language as tl
 from hf_slospec.cuda.fused_kernels import activated
 from hf_slospec.cuda.tree_kernels import load_block, on_device_of
 
-MAX_ROWS = 64
-MAX_WEIGHTS = 3
-MIN_TILE_ROWS = 16  # rows of the smallest product of tensor cores
-TILE_OUTPUTS = 64
-TILE_INPUTS = 128
+MAX_ROWS = 64  # rows of the larger tile; inputs have no more
+MAX_WEIGHTS = 3  # weights of one kernel: those of query, key and value projections
+MIN_TILE_ROWS = 16  # fewest rows (M) of a tensor-core matrix product
+TILE_OUTPUTS = 64  # outputs (N) of a tile
+TILE_INPUTS = 128  # inputs (K) that a tile adds up at a time
 
 
 def tile_rows(num_rows: int) -> int:
-    """Return the rows of a tile, for each of which a kernel is compiled."""
+    """Return the tile's number of rows for this many rows: one of two, as each is compiled."""
     return MIN_TILE_ROWS if num_rows <= MIN_TILE_ROWS else MAX_ROWS
 
 
 def joint_products(
     rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Return products of rows by each of several weights, summed in fp32.  -> [num_rows, outputs]
-    for each
+    """Return ``rows @ weight.T + bias`` for each of several weights, summed in fp32.  -> [num_rows,
+    outputs] each
 
     Args:
         rows: [num_rows, inputs] in half precision, contiguous; at most ``MAX_ROWS``.
@@ -69,7 +69,7 @@ def gated_product(
     Args:
         rows: [num_rows, inputs] in half precision, contiguous; at most ``MAX_ROWS``.
         gate: [outputs, inputs], contiguous, of the dtype of ``rows``.
-        up: the same.
+        up: [outputs, inputs], contiguous, of the dtype of ``rows``.
         activation: as :func:`~hf_slospec.cuda.fused_kernels.gated_activation` takes it.
     """
     (num_rows, inputs) = rows.shape
@@ -89,7 +89,7 @@ def _store_tile(
     rows, weight, bias, out, row, output, num_rows, outputs, inputs, output_stride, input_stride,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Write products of some rows by some outputs of a weight, each summed in the order of inputs."""
+    """Write one tile of ``rows @ weight.T + bias``; sums add the inputs in ascending order."""
     is_row = row < num_rows
     is_output = output < outputs
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
@@ -163,7 +163,7 @@ def _gated(
     tl.store(out + place, product.to(dtype), mask=is_row[:, None] & is_output[None, :])
 
 
-# Rows, outputs and inputs of a tile, the same for every number of rows.
+# Tile of `invariant_product`: rows, outputs and inputs, the same for every number of rows.
 BLOCK_M = 64
 BLOCK_N = 32
 BLOCK_K = 64
@@ -172,13 +172,13 @@ BLOCK_K = 64
 def invariant_product(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return products of rows, each summed in fp32 in the order of its inputs.  -> [num_rows,
-    outputs]
+    """Return ``rows @ weight.T + bias``, summed in fp32 in an order that does not depend on the
+    number of rows.  -> [num_rows, outputs]
 
     Args:
         rows: [num_rows, inputs].
-        weight: [outputs, inputs], of the dtype of ``rows``; a view of a transposed one is not
-            copied.
+        weight: [outputs, inputs], of the dtype of ``rows``; it may be a transposed view, which is
+            not copied.
         bias: [outputs]; None: none is added.
     """
     rows = rows.contiguous()
@@ -190,9 +190,9 @@ def invariant_product(
         _product[(triton.cdiv(num_rows, BLOCK_M), triton.cdiv(outputs, BLOCK_N))](
             rows, weight, out if bias is None else bias, out, num_rows, weight.stride(0), weight.stride(1),
             INPUTS=inputs, OUTPUTS=outputs, TILE_M=BLOCK_M, TILE_N=BLOCK_N, TILE_K=BLOCK_K,
-            # The interpreter has no products of bf16
+            # Triton's interpreter, which runs on CPU tensors, has no products of bf16.
             HAS_BIAS=bias is not None, IN_FP32=rows.is_cpu,
-            # 48 KiB of shared memory at most
+            # The tiles of all stages take at most 48 KiB of shared memory.
             num_warps=4, num_stages=2 if rows.dtype == torch.float32 else 3,
         )  # fmt: skip
     return out

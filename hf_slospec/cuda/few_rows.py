@@ -1,5 +1,7 @@
-"""Linear layers of the same inputs that one kernel computes for few rows, where that is faster than
-one kernel each.
+"""Query, key and value projections that one kernel computes for inputs of few rows, and the trials
+by which fused kernels are chosen.
+
+The kernels are in ``few_row_kernels.py``; other fused layers in ``fused_layers.py``.
 """
 
 from __future__ import annotations
@@ -21,44 +23,46 @@ from hf_slospec.model.version import PLAIN
 logger = logging.getLogger(__name__)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # attributes of attention layers in transformers
-MEASURED_BYTES = 2**28  # weights of timed layers: more than caches hold
-WORTHWHILE = 0.97  # share of the time of separate kernels
-TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
+MEASURED_BYTES = 2**28  # bytes of weights that a timing reads: more than caches hold
+WORTHWHILE = 0.97  # share of the separate kernels' time that a fused kernel may take
+TOLERANCE = 0.02  # relative error of a fused kernel; two roundings to bf16 make 0.008
 
-# Outputs of a kernel, and of what it replaces.
+# Pairs of outputs for the same input: of a fused kernel, and of the operators that it replaces.
 OutputPairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
-# Takes a layer or a group of layers, and states.
+# Takes a layer, or a group of layers that read the same input, and hidden states; returns outputs.
 Compute = Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Fusion(NamedTuple):
-    """One kernel for a layer or a group, and the operators that it replaces."""
+    """A fused kernel for one layer, or for several that read the same input, and the plain
+    operators that it would replace.
+    """
 
     fused: Compute
     plain: Compute
 
 
 class JointProjections:
-    """Query, key and value projections of one attention layer: the first one computes them all, and
-    the others return the stored outputs.
+    """Override of the query, key and value projections of one attention layer: a call of the first
+    one computes all three, and calls of the others return the stored outputs.
     """
 
     def __init__(self, group: Sequence[nn.Linear], num_rows: int):
         """Use one kernel for the layers of a group and at most ``num_rows`` rows."""
         self.group = group
         self._num_rows = num_rows
-        # States, their version and the output, by layer.
+        # Layer -> hidden states, their version, and the output that was stored for them.
         self._outputs: dict[nn.Module, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
 
     def __call__(self, original: Override, layer: Any, *given: Any, **named: Any) -> Any:
-        """Return the output of one of the layers."""
+        """Return the output of a layer: stored, computed with the others', or by ``original``."""
         states = given[0] if len(given) == 1 and not named else None
         output = self._outputs.pop(layer, None)
         if output is not None and output[0] is states and output[1] == _version(states):
             return output[2]
         if states is None or layer is not self.group[0]:
             return original(layer, *given, **named)
-        if self._outputs:  # another layer was replaced, or is not called with these states
+        if self._outputs:  # not all were used: a layer was replaced, or takes other states
             self._num_rows = 0
             self._outputs.clear()
         if not _is_group(self.group, states) or not are_few(states, layer, self._num_rows):
@@ -73,14 +77,19 @@ class JointProjections:
 
 
 def joint_rows(model: nn.Module) -> dict[Hashable, int]:
-    """Return for up to how many rows joint projections are faster, by the layers' shapes."""
+    """Return the largest number of rows for which joint projections are faster, by the layers'
+    shapes.
+    """
     return max_rows(Fusion(_joint, _separate), [(group, group) for group in _groups_in(model)])
 
 
 def joint_projections(
     model: nn.Module, num_rows: Mapping[Hashable, int]
 ) -> dict[nn.Module, JointProjections]:
-    """Return the projections that are to be joined for ``num_rows`` by shape, by layer."""
+    """Return the override of each projection that is computed jointly with others.
+
+    ``num_rows``: result of :func:`joint_rows`.
+    """
     joined = [
         JointProjections(group, num_rows[shape_of(group)])
         for group in _groups_in(model)
@@ -90,15 +99,15 @@ def joint_projections(
 
 
 def are_few(states: torch.Tensor, layer: nn.Linear, num_rows: int) -> bool:
-    """Return whether states are at most ``num_rows`` rows of a layer's inputs, and laid out as the
-    kernels read them.
+    """Return whether states have at most ``num_rows`` rows, the layer's number of inputs, and the
+    contiguous layout that the kernels read.
     """
     is_right = states.dim() > 1 and states.shape[-1] == layer.in_features and states.is_contiguous()
     return is_right and 0 < states.numel() <= num_rows * layer.in_features
 
 
 def is_plain(layer: Any, states: torch.Tensor) -> bool:
-    """Return whether a layer computes ``F.linear`` of its weight and bias, without hooks."""
+    """Return whether a layer computes ``F.linear`` only, without hooks, in the states' dtype."""
     hooks = nn.modules.module
     return (
         type(layer) is nn.Linear
@@ -117,22 +126,22 @@ def is_plain(layer: Any, states: torch.Tensor) -> bool:
 
 
 def shape_of(linears: Sequence[nn.Linear]) -> Hashable:
-    """Return the shapes of a group of layers; groups of equal shapes are measured once."""
+    """Return the shapes of a group of layers as a key; groups with equal keys are measured once."""
     return tuple((layer.in_features, layer.out_features, layer.bias is None) for layer in linears)
 
 
 def max_rows(
     fusion: Fusion, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]
 ) -> dict[Hashable, int]:
-    """Return the largest number of rows, of those that fill a tile, for which a fusion is right and
-    faster; 0: none.
+    """Return the largest number of rows for which a fused kernel is correct and faster.
 
     Args:
-        fusion: the kernel and what it replaces.
-        layers: what its functions take, and the linear layers in it.
+        fusion: the kernel and the operators.
+        layers: pairs of the first argument for the functions of ``fusion``, and the linear layers
+            in it.
 
     Returns:
-        The number of rows, by the linear layers' shape.
+        The number of rows, by :func:`shape_of` the linear layers; 0: the kernel is not used.
     """
     from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS
 
@@ -152,7 +161,9 @@ def max_rows(
 def _try_fusion(
     fusion: Fusion, layers: Sequence[tuple[Any, Sequence[nn.Linear]]], num_rows: int
 ) -> OutputPairs:
-    """Yield outputs for each of some layers of one shape; raise RuntimeError if the fusion is slower."""
+    """Yield fused and plain outputs of layers with one shape, then raise RuntimeError if the fused
+    kernel is not faster.
+    """
     linears = layers[0][1]
     states = random_like(linears[0].weight, num_rows, linears[0].in_features)
     for layer, _ in layers:
@@ -164,8 +175,8 @@ def _try_fusion(
 
 @torch.no_grad()
 def why_not(outputs: OutputPairs) -> str | None:
-    """Return why a kernel cannot replace other operators, given outputs for the same inputs; None
-    if it can.
+    """Return why a kernel cannot replace operators: its outputs differ from theirs, or iterating
+    over ``outputs`` raised an error; None if it can.
     """
     try:
         for ours, plain in outputs:
@@ -179,15 +190,15 @@ def why_not(outputs: OutputPairs) -> str | None:
 
 
 def random_like(weight: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return random values of a weight's dtype, the same in each call."""
+    """Return random values of a weight's dtype on its device, the same in each call."""
     draw = torch.Generator(weight.device).manual_seed(0)
     return torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
 
 
 def is_faster(fusion: Fusion, layers: Sequence[Any], states: torch.Tensor) -> bool:
-    """Return whether one kernel is faster than the operators that it replaces, in captured graphs.
+    """Return whether a fused kernel is faster than the plain operators in replays of CUDA graphs.
 
-    Outside of graphs the host's time counts, of which one kernel needs less anyway.
+    Outside of graphs, the host needs longer than the device, and one kernel saves its time anyway.
     """
     if (capturer := _capturer(states.device)) is None:
         return False
@@ -198,7 +209,7 @@ def is_faster(fusion: Fusion, layers: Sequence[Any], states: torch.Tensor) -> bo
     return fused_s <= WORTHWHILE * plain_s
 
 
-# One stream per device: libraries keep a workspace for each.
+# Cached, as each has a stream of its own, for which libraries keep a workspace.
 _capturer = functools.cache(capturer_for)
 
 
@@ -208,7 +219,7 @@ def _run(compute: Compute, layers: Sequence[Any], states: torch.Tensor) -> None:
 
 
 def _groups_in(model: nn.Module) -> Iterator[list[nn.Linear]]:
-    """Yield the projections of each attention layer that one kernel can compute."""
+    """Yield the query, key and value projections of each attention layer that can be joined."""
     for module in model.modules():
         group: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
         if type(group[0]) is nn.Linear and _is_group(group, group[0].weight):
@@ -216,7 +227,7 @@ def _groups_in(model: nn.Module) -> Iterator[list[nn.Linear]]:
 
 
 def _is_group(group: Sequence[Any], states: torch.Tensor) -> bool:
-    """Return whether one kernel can compute these layers for such states."""
+    """Return whether one kernel can compute these layers for states of this dtype and device."""
     return (
         all(is_plain(layer, states) for layer in group)
         and len({(layer.in_features, layer.bias is None) for layer in group}) == 1

@@ -1,4 +1,8 @@
-"""Merging of attention over disjoint sets of keys by log-sum-exp, in fp32."""
+"""Plans of the ``flash`` attention backend, which divide a batch's keys between kernels and dense
+attention, and the merge of both results by log-sum-exp in fp32.
+
+The backend is in ``flash_attention.py``, the kernels in ``flash_kernels.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,12 @@ def merged_attention(
     outs: torch.Tensor,  # [batch, num_queries, num_parts, value_dim]: attention over other keys
     # [batch, num_queries, num_parts] f32: log-sum-exps of outs, -inf where a part has no keys
     lses: torch.Tensor,
-    rules: AttentionRules,  # sinks are among the parts
+    rules: AttentionRules,  # its sinks are not read: they are among the parts
 ) -> torch.Tensor:
-    """Return attention over these keys and those of the parts, in one softmax.
+    """Return attention over ``key`` and the keys that ``outs`` were computed from, in one softmax.
 
-    A part enters the softmax as one key, with the part's log-sum-exp as score and its out as value;
-    a sink is a part with an out of 0. Every query must attend to at least one key.
+    Each part of ``outs`` enters the softmax like one key, with its log-sum-exp as score and its out
+    as value; a sink is a part with an out of 0. Every query must attend to at least one key.
 
     Returns:
         [batch, num_queries, value_dim] f32.
@@ -50,32 +54,37 @@ def weigh_sinks(
     lse: torch.Tensor,  # [num_queries, num_heads] f32
     sinks: torch.Tensor,  # [num_heads]: logits that take probability but contribute no value
 ) -> torch.Tensor:
-    """Return ``out`` scaled for sinks in the softmax.  -> [num_queries, num_heads, value_dim] f32"""
+    """Return attention with sinks in the softmax, from ``out`` and ``lse`` without sinks.  ->
+    [num_queries, num_heads, value_dim] f32
+    """
     return out.float() * (lse - sinks.float()).sigmoid()[..., None]
 
 
-# A kernel runs one thread block per entry and head: long ranges are cut until there are enough (an
-# estimate).
+# A kernel runs one thread block per entry and KV head. Long ranges of keys are cut into pieces of
+# about PIECE_KEYS keys or more, until ENOUGH_BLOCKS thread blocks fill a GPU (an estimate).
 PIECE_KEYS = 512
 ENOUGH_BLOCKS = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Arguments of one kernel call: ranges of keys, and the queries that see each of them."""
+    """Arguments of one varlen kernel call, for entries: ranges of KV slots, each with the queries
+    that attend to it.
+    """
 
-    token_indices: torch.Tensor  # [num_queries] int64, in the batch, entry after entry
-    cu_queries: torch.Tensor  # [num_entries + 1] int32
-    cu_keys: torch.Tensor  # [num_entries + 1] int32, starts at the first range's first slot
+    token_indices: torch.Tensor  # [num_queries] int64: the queries' tokens, by index in the batch
+    cu_queries: torch.Tensor  # [num_entries + 1] int32: first query of each entry, and the end
+    cu_keys: torch.Tensor  # [num_entries + 1] int32: first slot of each entry, and the end
     max_queries: int
     max_keys: int
 
     @classmethod
     def of(cls, ranges: Sequence[tuple[range, slice]], repeats: int = 1) -> Entries:
-        """Return the entries of these ranges.
+        """Return an entry for each range of slots, and one without queries for each gap.
 
         Args:
-            ranges: tokens of the batch and the slots they see, in ascending order of slots.
+            ranges: pairs of tokens, by index in the batch, and the slots that they attend to, in
+                ascending order of slots.
             repeats: queries per token.
         """
         num_queries = []
@@ -108,37 +117,41 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Tokens of several sequences, padded to a rectangle, and the keys that only some of each
-    sequence's tokens see.
+    """Dense attention of the tokens of several sequences, over the keys that only some of a
+    sequence's tokens attend to. All sequences are padded to the same numbers of tokens and keys.
 
     Padding repeats tokens and keys of the same sequence, so that values of one never enter products
     of another."""
 
     token_indices: torch.Tensor  # [num_sequences, num_queries] int64, in the batch
-    # [num_sequences, num_keys] int64; num_keys is 0 for single tokens, which see all of one range
+    # [num_sequences, num_keys] int64: the keys' slots. num_keys is 0 if each sequence has only one
+    # token, which attends to all keys of its range.
     slots: torch.Tensor
     # [num_sequences, num_queries, num_keys] bool, True = may attend; or int64, see NewTokens.mask
     mask: torch.Tensor
-    # [num_pieces, num_sequences, num_queries] int64: the queries' indices in the entries
+    # [num_pieces, num_sequences, num_queries] int64: index in `Entries` of the query that attends
+    # to this piece of the sequence's range, for the same token
     pieces: torch.Tensor
-    # [num_pieces, num_sequences, num_queries] bool: pieces without keys; None: none
+    # [num_pieces, num_sequences, num_queries] bool, True = the piece has no keys; None: all have
     is_empty: torch.Tensor | None
-    # [num_real] int64, of num_sequences * num_queries: not padding; None: all
+    # [num_real] int64: indices, in the flattened [num_sequences * num_queries], of the queries that
+    # are not padding; None: none is padding
     real_queries: torch.Tensor | None
-    real_token_indices: torch.Tensor  # [num_real] int64, in the batch
-    # [num_sequences * num_kv_heads, num_queries * groups, num_keys] f32: 0 or -inf
+    real_token_indices: torch.Tensor  # [num_real] int64: these queries' tokens in the batch
+    # [num_sequences * num_kv_heads, num_queries * groups, num_keys] f32: the mask, as 0 or -inf;
+    # None before `Packing.completed`
     bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Packing(AttentionPlan):
-    """Kernel calls and dense blocks of a batch, for layers of one kind.
+    """Attention plan of a batch, for layers with the same window and numbers of heads.
 
-    Keys of tokens that are in no long chain are split: ranges that all tokens of a sequence see,
-    and blocks of the others."""
+    A causal kernel call computes long chains. For all other sequences, a kernel call computes
+    attention over the keys that all tokens of a sequence attend to, and blocks over other keys."""
 
-    chains: Entries | None
-    ranges: Entries | None  # query heads folded; None if all ranges are empty
+    chains: Entries | None  # None: there are no long chains
+    ranges: Entries | None  # query heads are folded into queries; None if all ranges are empty
     blocks: list[Block]
     groups: int  # query heads per KV head
     num_kv_heads: int
@@ -146,7 +159,8 @@ class Packing(AttentionPlan):
     def completed(self, seen: torch.Tensor | None = None) -> Packing:
         """Return a copy with each block's mask as an additive bias for its folded query heads.
 
-        Biases are made on the layers' device, as they are larger than their masks."""
+        Biases are made on the layers' device, as they are larger than their masks. ``seen``: table
+        of booleans that the masks index; None: the masks are boolean."""
         masks = [block.mask if seen is None else seen[block.mask] for block in self.blocks]
         pairs = zip(self.blocks, masks, strict=True)
         blocks = [replace(block, bias=self._bias(mask)) for block, mask in pairs]
@@ -159,7 +173,7 @@ class Packing(AttentionPlan):
 
 
 def pack(batch: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
-    """Return the packing of a batch for layers with this window and these numbers of heads, made on
+    """Return the plan of a batch for layers with this window and these numbers of heads, made on
     the host.
     """
     chains = []
@@ -201,8 +215,8 @@ def _split(
         part = _BlockPart.of(
             span, slots, seen, window, num_queries, [piece.start == piece.stop for piece in pieces]
         )
-        # One block per power of four of keys, so that a large tree does not pad all small ones to
-        # its size.
+        # One block per power of four of the sequences' numbers of keys, so that a large tree does
+        # not pad all small ones to its size.
         size = ((len(part.slots) - 1).bit_length() // 2) if len(part.slots) else -1
         by_size.setdefault(0 if is_padded else size, []).append(part)
         num_queries += num_pieces * span.num_tokens
@@ -214,14 +228,14 @@ def _split(
 
 
 def _common(span: Span, slots: slice, window: int | None) -> slice:
-    """Return a range of slots that every token of the span sees."""
-    if span.num_staged == 1:  # a single token also sees itself
+    """Return a range of slots that every token of the span attends to."""
+    if span.num_staged == 1:  # a single token also attends to itself
         return slice(
             slots.start if window is None else max(slots.start, slots.stop - window), slots.stop
         )
     length = span.sequence.length
-    # Positions are on the device, so this is a bound: no token is further from the root than
-    # num_staged.
+    # The positions are on the device, so this is a bound: a token is at most num_staged positions
+    # behind the last committed one.
     dropped = 0 if window is None else min(max(length + span.num_staged - window, 0), length)
     return slice(slots.start + dropped, slots.start + length)
 
@@ -236,14 +250,16 @@ def _cut(slots: slice, num_pieces: int) -> list[slice]:
 
 @dataclass(frozen=True, eq=False)
 class _BlockPart:
-    """One sequence's tokens in a block."""
+    """Tokens and keys of one sequence in a :class:`Block`."""
 
     span: Span
-    slots: np.ndarray  # [num_keys] int64: slots that only some of the tokens see
-    last_slot: int  # its last visible slot, with which ``slots`` are padded
+    slots: np.ndarray  # [num_keys] int64: slots that only some of the tokens attend to
+    last_slot: int  # the sequence's last visible slot, with which ``slots`` are padded
     mask: torch.Tensor  # [num_tokens, num_keys] bool
-    first_query: int  # index in the entries; queries there are ordered by piece, then token
-    is_empty: list[bool]  # by piece
+    # Index of the sequence's first query in `Entries`: there, all its tokens attend to the first
+    # piece of its range, then all tokens to the second piece, and so on.
+    first_query: int
+    is_empty: list[bool]  # per piece of the sequence's range: it has no keys
 
     @classmethod
     def of(
@@ -259,7 +275,7 @@ class _BlockPart:
         mask = span.staged_mask[:, : len(some)]
         if window is not None and len(some):
             first_common = common.start - slots.start
-            # No token sees a slot before it.
+            # No token attends to earlier keys.
             first = min(max(span.sequence.length - window + 1, 0), first_common)
             edge = torch.arange(first, first_common, device=mask.device)
             positions = span.staged_positions
@@ -294,7 +310,7 @@ def _block(parts: list[_BlockPart], is_padded: bool) -> Block:
     is_real = np.arange(num_queries) < num_tokens
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.copy())  # owns its memory, contiguous
+        return torch.from_numpy(array.copy())  # contiguous, and owns its memory
 
     return Block(
         tensor(token_indices),
@@ -308,11 +324,11 @@ def _block(parts: list[_BlockPart], is_padded: bool) -> Block:
 
 
 def _stacked(masks: Sequence[torch.Tensor], num_queries: int, num_keys: int) -> torch.Tensor:
-    """Return masks padded to one size, [num_masks, num_queries, num_keys]; neighbours of one shape
-    are padded at once.
+    """Return masks padded to one size.  -> [num_masks, num_queries, num_keys]
 
-    Padding repeats the last query, which attends to some key, and adds masked keys.
+    Padding repeats the last query, as each must attend to some key, and adds masked keys.
     """
+    # Neighbours of one shape are padded at once, which takes fewer operations.
     groups = [
         torch.stack(list(group))
         for _, group in itertools.groupby(masks, key=lambda mask: mask.shape)

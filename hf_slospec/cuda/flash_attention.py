@@ -1,5 +1,5 @@
-"""Attention by flash-attention kernels over keys that all tokens of a sequence see, dense over the
-others.
+"""The ``flash`` attention backend: flash-attention kernels for the keys that all tokens of a
+sequence attend to, and dense attention for the keys that only some of them attend to.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hf_slospec.model.transfer import aligned
 
 logger = logging.getLogger(__name__)
 
-# Head sizes of FlashAttention-2 and torch's version of it are multiples of 8 up to 256.
+# Head sizes that FlashAttention-2 and torch's version of it take: multiples of 8 up to 256.
 MAX_DIM = 256
 DIM_STEP = 8
 
 
 def why_no_kernel(layer: AttentionLayer) -> str | None:
-    """Return why no kernel takes layers with this K/V shape; None if one does."""
+    """Return why no flash-attention kernel can be used for a layer; None if one can."""
     kernel = _kernel_of(layer)
     return kernel if isinstance(kernel, str) else None
 
@@ -111,7 +111,9 @@ def _first_working(
 
 
 class FlashAttention(KernelAttention):
-    """The ``flash`` backend."""
+    """The ``flash`` attention backend, which chooses a kernel by each call's device, dtypes and
+    head sizes.
+    """
 
     def __init__(self, kernel_names: str):
         super().__init__()
@@ -156,8 +158,8 @@ def attend(
     batch: Plans,
     rules: AttentionRules,
 ) -> torch.Tensor:
-    """Return attention by this kernel as a :class:`~hf_slospec.model.attention.backends.Backend`
-    does.
+    """Compute what a :class:`~hf_slospec.model.attention.backends.Backend` returns, with one
+    flash-attention kernel.
     """
     keys = aligned(keys)
     values = aligned(values)
@@ -187,7 +189,8 @@ def _attend_ranges(
     entries: Entries,
     rules: AttentionRules,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over ranges of keys that all tokens of a sequence see, and its log-sum-exp.
+    """Return attention over ranges of keys that all tokens of a sequence attend to, and its
+    log-sum-exp.
 
     Query heads that share a KV head are folded into its queries, so that its keys are read once.
 
@@ -217,7 +220,7 @@ def _attend_block(
     num_kv_heads = keys.shape[1]
     shape = num_sequences, num_kv_heads, num_queries, query.shape[1] // num_kv_heads  # groups last
 
-    # Query heads that share a KV head are folded into its queries here too.
+    # Query heads that share a KV head are folded into its queries, as in _attend_ranges.
     def folded(tensor: torch.Tensor) -> torch.Tensor:
         """Reshape [num_sequences, num_kv_heads, num_queries, groups, *] to merge dimensions 0 and
         1, and 2 and 3.
@@ -241,7 +244,7 @@ def _attend_block(
         sink = rules.sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
         lses = torch.cat((lses, folded(sink)), -1)
         outs = torch.cat((outs, outs.new_zeros(*outs.shape[:2], 1, outs.shape[-1])), 2)
-    # Single tokens with one piece of keys: nothing to merge.
+    # Without sinks, single tokens that attend to one piece of keys have nothing to merge.
     if outs.shape[2] == 1 and not block.slots.shape[1]:
         merged = outs[:, :, 0]
     else:

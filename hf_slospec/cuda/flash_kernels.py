@@ -1,4 +1,4 @@
-"""Flash-attention kernels that return the log-sum-exp, behind one signature."""
+"""Flash-attention kernels of several packages with one signature, which return the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_slospec.model.batch import AttentionRules
 
 HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 AMPERE = (8, 0)  # compute capability
-# Options by which versions are asked for the log-sum-exp.
+# Keyword arguments by which the versions of flash-attn are asked for the log-sum-exp.
 LSE_OPTIONS = ("return_attn_probs", "return_softmax", "return_lse")
 
 
@@ -23,8 +23,8 @@ class KernelUnavailable(Exception):  # noqa: N818  not an error: the next kernel
 
 
 class FlashKernel(Protocol):
-    """Attention of packed queries over ranges of packed keys; out and lse of an entry without keys
-    are undefined.
+    """Varlen kernel, in which each entry's queries attend to a range of slots; out and lse of an
+    entry without keys are undefined.
     """
 
     name: str
@@ -37,9 +37,9 @@ class FlashKernel(Protocol):
         key: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         value: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
         entries: Entries,
-        # The last query of an entry sees its last key, each query before it one key fewer
+        # The last query of an entry attends to all its keys, each earlier query to one key fewer.
         is_causal: bool,
-        rules: AttentionRules,  # the window counts only if causal
+        rules: AttentionRules,  # its window is read only if ``is_causal``
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [num_queries, num_heads, head_dim] and lse [num_heads, num_queries] f32, the
         natural logarithm.
@@ -47,7 +47,7 @@ class FlashKernel(Protocol):
 
 
 class FlashAttn2:
-    """``flash_attn_varlen_func`` of the ``flash-attn`` package, which later versions have with
+    """FlashAttention-2 from the ``flash-attn`` package; later versions have the same function with
     other options.
     """
 
@@ -202,6 +202,6 @@ def _import_from(module: str, name: str) -> Any:
 
 
 Load = Callable[[torch.device], FlashKernel]
-# Packages that were installed for it, the newest first as in transformers; what is there anyway;
-# what is downloaded.
+# In the order in which they are tried: packages that users install, the newest FlashAttention first
+# as in transformers; torch's kernel; a build that is downloaded from the Hub.
 KERNELS: tuple[Load, ...] = (FlashAttn4, FlashAttn3, FlashAttn2, TorchVarlen, HubFlashAttn)

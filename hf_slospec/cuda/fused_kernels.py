@@ -12,7 +12,7 @@ import triton.language as tl
 
 from hf_slospec.cuda.tree_kernels import on_device_of
 
-# activations of gated_activation
+# Values of the argument ``activation`` of gated_activation.
 SILU = 0
 GELU_TANH = 1
 
@@ -46,7 +46,9 @@ def rotate(
     cos: torch.Tensor,  # [1, num_tokens, head_dim]
     sin: torch.Tensor,  # [1, num_tokens, head_dim]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query and key with rotary embeddings; the two halves of a head are rotated together."""
+    """Return query and key with rotary embeddings, which rotate dimensions i and i + head_dim / 2
+    together.
+    """
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]
     outputs = [
@@ -125,7 +127,7 @@ def _rounded(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def activated(gates, ACTIVATION: tl.constexpr):
-    """Return an activation of values in fp32."""
+    """Return SiLU or GELU of values in fp32."""
     if ACTIVATION == 0:
         result = gates * tl.sigmoid(gates)
     else:  # GELU, approximated by tanh(x) = 2 sigmoid(2x) - 1

@@ -1,6 +1,8 @@
-"""Layers of a model that packed forwards compute by one kernel instead of several operators.
+"""Override that computes norms, gated MLPs, projections and rotary embeddings by fused kernels in
+packed forwards.
 
-Each kernel is compared with the original on random values of the model's dtype first."""
+A kernel is used only if its outputs for random values of the model's dtype agree with the
+original's. The kernels are in ``fused_kernels.py`` and ``few_row_kernels.py``."""
 
 from __future__ import annotations
 
@@ -36,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"  # the function's name in transformers' modules
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # attributes of gated MLPs in transformers
-TRIAL_TOKENS = 3
+TRIAL_TOKENS = 3  # tokens of the random inputs in a trial
 DEVICE = "cuda"
 
 
 class FusedLayers(LinearOverride):
-    """Fused norms, gated MLPs, projections and rotary embeddings of a model in half precision."""
+    """Override of one model's norms, gated MLPs, projections and rotary embeddings."""
 
     def __init__(self, model: nn.Module):
-        """Try which layers can be fused."""
+        """Find by trials which layers can be fused."""
         by_class: dict[type, list[Any]] = {}
         for module in model.modules():
             by_class.setdefault(type(module), []).append(module)
@@ -70,7 +72,9 @@ class FusedLayers(LinearOverride):
 
     @classmethod
     def for_model(cls, model: nn.Module, options: OverrideOptions) -> FusedLayers | None:
-        """Return the fused layers of a model on CUDA in half precision, if they are wanted."""
+        """Return the override for a model on CUDA in half precision; None for other models, without
+        Triton, or with ``fused_layers=False``.
+        """
         weights = {(weight.dtype, weight.device.type) for weight in model.parameters()}
         can_fuse = (
             options.fused_layers
@@ -81,7 +85,7 @@ class FusedLayers(LinearOverride):
 
     @property
     def functions(self) -> dict[Attribute, Override]:
-        """Rotary embeddings, by the module that defines them."""
+        """Overrides of functions for rotary embeddings, by the module that defines the function."""
         return self._functions
 
     def renew(self, version: ModelVersion) -> None:
@@ -89,12 +93,12 @@ class FusedLayers(LinearOverride):
         self._projections = joint_projections(self._model, self._joint_rows)
 
     def make(self, linear: nn.Module) -> Override | None:
-        """Return the kernel of a layer's class, or of its projections."""
+        """Return the override of a joined projection, or else of the layer's class."""
         return self._projections.get(linear) or self._by_class.get(type(linear))
 
 
 def _candidates(layers: Sequence[Any]) -> list[Override]:
-    """Return overrides to try for all layers of one class."""
+    """Return the overrides to try for layers of one class; the first correct one is used."""
     if all(map(_is_norm, layers)):
         return [_norm(False), _norm(True)]
     return [GatedMlps(layers)] if all(map(_is_gated_mlp, layers)) else []
@@ -103,7 +107,9 @@ def _candidates(layers: Sequence[Any]) -> list[Override]:
 def _first_right(
     candidates: Iterable[Override], trial: Callable[[Override], OutputPairs], name: str
 ) -> Override | None:
-    """Return the first override whose outputs are the original's up to rounding."""
+    """Return the first override whose outputs are the original's up to rounding; None if all are
+    wrong.
+    """
     for override in candidates:
         if (why := why_not(trial(override))) is None:
             return override
@@ -112,7 +118,7 @@ def _first_right(
 
 
 def _try_layers(modules: list[Any], fused: Override) -> OutputPairs:
-    """Yield outputs for random states, for each layer."""
+    """Yield each layer's outputs for random states, fused and original."""
     for module in modules:
         weight = next(module.parameters())
         states = random_like(weight, 1, TRIAL_TOKENS, weight.shape[-1])
@@ -121,7 +127,7 @@ def _try_layers(modules: list[Any], fused: Override) -> OutputPairs:
 
 
 def _try_rotary(source: Any, weight: torch.Tensor, fused: Override) -> OutputPairs:
-    """Yield outputs for random queries and keys."""
+    """Yield rotated random queries and keys, fused and original."""
     values = random_like(weight, 8, TRIAL_TOKENS, 32)
     arguments = values[None, :4], values[None, 4:6], values[6:7], values[7:]
     original = getattr(source, ROTARY)
@@ -143,7 +149,7 @@ def _is_gated_mlp(module: Any) -> bool:
 
 
 def _takes_states(module: Any) -> bool:
-    """Return whether the layer's forward takes states and nothing else, such as a gate."""
+    """Return whether the layer's forward takes hidden states only, not a gate as some norms do."""
     return len(inspect.signature(type(module).forward).parameters) == 2  # self and the states
 
 
@@ -163,8 +169,8 @@ def _norm(adds_one: bool) -> Override:
 
 
 class GatedMlps:
-    """Gated MLPs of one class: for few rows gate, up and activation are one kernel, otherwise the
-    activation is.
+    """Override of the gated MLPs of one class: for few rows, one kernel computes gate, up and
+    activation; for more rows, one kernel computes only ``activation(gate) * up``.
     """
 
     def __init__(self, mlps: Sequence[Any]):
@@ -178,7 +184,7 @@ class GatedMlps:
         self._by_shape = max_rows(Fusion(_gated, _gated_separately), pairs)
 
     def __call__(self, original: Override, mlp: Any, states: torch.Tensor) -> Any:
-        """Return an MLP's output."""
+        """Return the output of an MLP, from ``original`` if its activation has no kernel."""
         if type(mlp.act_fn) not in _activations():
             return original(mlp, states)
         if self._by_shape and _takes_few(mlp, states):

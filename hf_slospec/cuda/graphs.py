@@ -1,8 +1,8 @@
-"""CUDA graphs of packed forwards, and the rules by which forwards are captured and replayed.
+"""Capture and replay of packed forwards as CUDA graphs; ``captured.py`` is the forward path.
 
-A captured forward depends on a tree of tensors only. Its signature is that tree, host constants
-included, without the values in the tensors, so a graph is only replayed for inputs that differ in
-these values."""
+A captured forward reads nothing but its inputs: nested tuples, lists, dicts and dataclasses of
+tensors and host constants, called a tree of tensors here. The inputs' signature is everything in
+them except the tensors' values, and a graph is replayed for all inputs of its signature."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from hf_slospec.model.transfer import (
     tensors_in,
 )
 
-# Sizes in tokens, and in tokens, keys and logits per sequence. Between 1 and 16 tokens a GPU reads
-# the weights for about the same time, so these sizes are powers of two, which are also what draft
-# levels of widths 1, 2 and 4 need. From 16 on matrix kernels compute whole tiles, and a step of a
-# third or a half limits the work on padding. 64 requests with 1 to 4 tokens (levels, and steps that
-# draft little) need 64 to 256; of up to 10 tokens each, 320 to 640.
+# Numbers of tokens, logits, and tokens or keys per sequence, to which batches are padded. From 1 to
+# 16 tokens, a GPU reads the weights for about the same time, so these sizes are powers of two, as
+# draft levels of 1, 2 and 4 nodes need. From 16 on, matrix kernels compute whole tiles; from 32 on,
+# each size is at most half larger than the one before, which limits the work on padding. With 64
+# requests, 64 to 256 are used for 1 to 4 tokens each (draft levels, small trees), and 320 to 640
+# for up to 10 tokens each.
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640)
-# Sizes in sequences. 80 is there because every padding sequence adds at least one token. 4 is not:
-# a draft level of 16 tokens takes as long as one of 1, and every size has graphs of its own for
-# each shape of level; a verify step of 3 or 4 requests is padded by some tokens more.
+# Numbers of sequences to which batches are padded. 80 is among them because every padding sequence
+# adds at least one token. 4 is not: a draft level of 16 tokens takes as long as one of 1, and each
+# size needs graphs for each width of level; verifying 3 or 4 requests computes some more padding.
 BATCHES = (1, 2, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256)
 
 
@@ -54,18 +55,18 @@ MAX_GRAPHS = 128  # graphs per model and pool; the least recently used are dropp
 # forwards, and a replay saves most of one where the host is slower than the device, so it has paid
 # off after about four replays.
 PATIENCE = 1
-# Captures that may fail for a transient reason before the first success; then graphs are turned off
+# Failed captures, for transient reasons too, that turn graphs off if none has succeeded before.
 MAX_FAILURES = 3
-# Forwards until a failed signature is captured again; each further failure multiplies it by 64
+# Forwards of a signature between a failed capture and the next; each failure multiplies it by 64.
 RETRY_AFTER = 64
-# Graphs may use 1/16 of a device's memory, and so may an idle K/V pool that is kept for them
+# Graphs may use 1/16 of a device's memory, and so may an idle K/V pool that is kept for them.
 MEMORY_SHARE = 16
 TOLERANCE = 0.05  # relative error allowed in a first replay; larger than rounding in any dtype
 # Rows of logits that are compared at a time, as an fp32 copy of 640 rows of 128k is 328 MB.
 CHUNK = 16
 # Larger outputs, such as mask values, are not compared, as they would outweigh all others.
 LARGEST = 1e9
-NUM_REPLAYS = 5  # replays whose median time is taken
+NUM_REPLAYS = 5  # replays that are timed; the median counts
 
 Run = Callable[[], Any]  # returns a tree of tensors
 
@@ -77,19 +78,19 @@ class CaptureError(RuntimeError):
 
 
 class CudaGraphs:
-    """CUDA graphs of one device that share their memory, as one runs at a time."""
+    """Capturer of CUDA graphs on one device; they share memory, as only one runs at a time."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._graphs = WeakSet[torch.cuda.CUDAGraph]()
-        self.num_bytes = 0  # that the captures use
+        self.num_bytes = 0  # device memory that captures have reserved
         self.max_bytes = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run on the stream of captures, where an eager run lets libraries allocate their
-        workspaces.
+        """Run the context on the stream of captures; an eager run there lets libraries allocate
+        their workspaces before a capture.
         """
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
@@ -107,14 +108,14 @@ class CudaGraphs:
         """
         graph = torch.cuda.CUDAGraph()
         with apart_from_captures(self._device), self.on_stream():
-            alive = list(self._graphs)  # so that none is collected before the capture begins
+            alive = list(self._graphs)  # none is collected before the capture begins
             if not alive:  # torch refuses captures into a memory pool whose graphs were all deleted
                 self._memory = torch.cuda.graph_pool_handle()
                 self.num_bytes = 0
             self._stream.synchronize()
             reserved = torch.cuda.memory_reserved(self._device)
             try:
-                # Other threads go on.
+                # In this mode, other threads may continue to use the device.
                 graph.capture_begin(self._memory, capture_error_mode="thread_local")
                 try:
                     out = run()
@@ -135,11 +136,11 @@ class CudaGraphs:
         return replay
 
     def _end_failed(self) -> None:
-        """End what a failed ``capture_end`` leaves: the use of the memory pool, and the generator's
-        capture mode.
+        """End the use of the memory pool, and the random generator's capture mode, which a failed
+        ``capture_end`` leaves on.
         """
         index = self._stream.device_index
-        with contextlib.suppress(RuntimeError):  # the first call raises if nothing is open any more
+        with contextlib.suppress(RuntimeError):  # the first call raises if the pool is not in use
             torch._C._cuda_endAllocateToPool(index, self._memory)
             torch._C._cuda_releasePool(index, self._memory)
             generator = torch.cuda.default_generators[index]
@@ -154,7 +155,7 @@ class CudaGraphs:
 
 
 def capturer_for(device: torch.device) -> CudaGraphs | None:
-    """Return a capturer for a device; None where there are no CUDA graphs."""
+    """Return a new capturer for a device; None if the device has no CUDA graphs."""
     return CudaGraphs(device) if device.type == "cuda" and torch.version.hip is None else None
 
 
@@ -191,8 +192,8 @@ class GraphCounts:
 
 @dataclass
 class GraphHistory:
-    """Records of one model's forwards on all its pools, so that a larger pool captures known
-    signatures at once.
+    """Records of one model's forwards on all its K/V pools, so that signatures seen on one pool are
+    captured at once on the next.
     """
 
     counts: GraphCounts = field(default_factory=GraphCounts)
@@ -201,8 +202,8 @@ class GraphHistory:
     preconditions: Hashable = None  # preconditions under which the signatures were seen
 
     def follow(self, preconditions: Hashable) -> None:
-        """Reset the records if preconditions have changed; a model that alternates between two is
-        never captured.
+        """Reset the records if the preconditions have changed, so that a model that alternates
+        between two is never captured.
         """
         if preconditions != self.preconditions:
             self.seen.clear()
@@ -211,7 +212,7 @@ class GraphHistory:
 
 
 class Graphs:
-    """Captured forwards of a model on one pool."""
+    """Captured forwards of a model on one K/V pool, by signature."""
 
     def __init__(
         self, capturer: CudaGraphs, device: torch.device, history: GraphHistory | None = None
@@ -234,7 +235,7 @@ class Graphs:
 
     @property
     def max_idle_bytes(self) -> int:
-        """Bytes up to which an idle pool is kept for its graphs."""
+        """Size in bytes up to which an idle K/V pool is kept because of its graphs."""
         return self._capturer.max_bytes
 
     @contextlib.contextmanager
@@ -259,8 +260,8 @@ class Graphs:
         Args:
             inputs: tree of tensors, each on the device or made on the host.
             compute: gets the tree with all tensors on the device, and returns a tree of tensors.
-            preconditions: value of everything else that ``compute`` reads; when it changes, all
-                graphs are dropped.
+            preconditions: stands for everything else that ``compute`` reads, such as weights; when
+                it changes, all graphs are dropped.
             is_kept: return a copy; otherwise the next run may overwrite the result.
         """
         with self._lock:
@@ -299,7 +300,7 @@ class Graphs:
     ) -> Any | None:
         """Capture this forward and return its result; None if it could not be captured."""
         try:
-            # Replays outside of inference mode write to the same tensors.
+            # Not as inference tensors, to which replays outside of inference mode could not write.
             with torch.inference_mode(False):
                 static = DeviceCopy(inputs, self._device)
             static.fill(tensors)
@@ -365,7 +366,7 @@ def _copy(computed: Any, outputs: Any) -> Any:
 
 
 def _is_close(replayed: torch.Tensor, expected: torch.Tensor) -> bool:
-    if not expected.is_floating_point():  # tokens, which differ at near-ties
+    if not expected.is_floating_point():  # tokens, which may differ where scores almost tie
         return True
     errors = []
     sizes = []

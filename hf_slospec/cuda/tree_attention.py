@@ -1,4 +1,7 @@
-"""The ``triton`` backend: one kernel for committed keys and trees."""
+"""The ``triton`` attention backend: plans of packed batches, and trials of the kernel.
+
+The kernel, which computes attention over committed and staged keys, is in ``tree_kernels.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,57 +28,59 @@ from hf_slospec.model.batch import (
     Span,
 )
 
-# Rows per tile: the minimum of tensor cores, and as many as registers suffice for.
+# Rows per tile: the fewest that tensor cores multiply, and the most that fit into registers.
 MIN_ROWS = 16
 MAX_ROWS = 64
-MIN_WIDTH = 16  # least number of columns of a padded mask
+MIN_WIDTH = 16  # fewest columns of the mask of a padded batch
 
 
 @dataclass(frozen=True, eq=False)
 class TreePlan(AttentionPlan):
-    """Tokens of a packed batch in tiles, each with tokens of one sequence; a kernel's program
-    computes one tile.
+    """Tokens of a packed batch, divided into tiles that each hold tokens of one sequence and are
+    computed by one program of the kernel.
 
-    ``start`` is the sequence's first slot in the layer's K and V; ``prefix_len`` committed and
-    ``num_staged`` staged tokens follow. The tile's first token has the index ``first_token`` in the
-    batch, and ``offset`` among the sequence's tokens in the batch. Tiles of 0 tokens are padding.
+    From the slot ``start`` on, the layer's K and V have ``prefix_len`` committed and ``num_staged``
+    staged tokens of the sequence. A tile's first token has the index ``first_token`` in the batch,
+    and the index ``offset`` among the tokens of its sequence in the batch. Tiles of 0 tokens are
+    padding.
 
-    With ``paths``, ``num_staged`` of a tree's tile is that of its tokens with the longest path.
+    With ``paths``, ``num_staged`` of a tile in a tree is the length of its tokens' longest path.
     """
 
     # [num_tiles, 8] int32: start, prefix_len, num_staged, first_token, number of tokens, offset,
     # index of the sequence, is_chain
     tiles: torch.Tensor
-    # [num_tokens, width] bool, among staged tokens, True = may attend; or int64, see NewTokens. Not
-    # read for chains.
+    # [num_tokens, width] bool, True = may attend to this staged token of the sequence; or int64,
+    # see NewTokens.mask. Not read for chains.
     mask: torch.Tensor
     # [num_tokens] int32; None: the layer's attention does not depend on positions
     positions: torch.Tensor | None
     staged_positions: torch.Tensor | None  # [num_sequences, width] int32
-    # [num_tokens, 1 + longest] int32: number of staged tokens on the token's path, then their
-    # indices among the sequence's, read in place of the mask; None: the mask is read
+    # [num_tokens, 1 + longest] int32: number of staged tokens that the token attends to (those on
+    # its path), then their indices among the sequence's staged tokens. The kernel reads this in
+    # place of the mask; None: it reads the mask.
     paths: torch.Tensor | None
-    num_rows: int  # rows per tile: query heads that share a KV head, times tokens
+    num_rows: int  # rows per tile, at least its tokens times the query heads that share a KV head
 
     def completed(self, seen: torch.Tensor | None = None) -> TreePlan:
-        """Return the plan with its mask looked up in ``seen``."""
+        """Return the plan with a boolean mask, looked up in the table ``seen`` if there is one."""
         return self if seen is None else replace(self, mask=seen[self.mask])
 
 
 def plan_tree(
     batch: PackedBatch, has_window: bool, by_position: bool, groups: int, by_path: bool = False
 ) -> TreePlan:
-    """Return the tiles of a batch, made on the host.
+    """Return the plan of a batch, made on the host.
 
-    The plan's sizes depend on the batch's numbers of tokens and sequences and, rounded up, on its
-    largest tree.
+    If the batch is padded, the plan's sizes depend only on its numbers of tokens and sequences and,
+    rounded up, on its largest tree.
 
     Args:
-        has_window: for layers with a sliding window.
-        by_position: for layers with a window, or with chunks.
+        batch: the batch; not padded if ``by_path``.
+        has_window: the layers have a sliding window.
+        by_position: the layers have a sliding window or chunks, so that positions are read.
         groups: query heads per KV head.
-        by_path: with ``paths``, and with a number of rows that does not depend on the batch, which
-            is not padded.
+        by_path: make ``paths``, and choose ``num_rows`` independently of the batch.
     """
     spans = batch.spans
     num_tokens = spans[-1].end
@@ -83,7 +88,7 @@ def plan_tree(
     if batch.is_padded:
         width = max(MIN_WIDTH, 1 << (width - 1).bit_length())
     is_small = groups <= MIN_ROWS if by_path else groups * num_tokens <= MIN_ROWS * len(spans)
-    num_rows = MIN_ROWS if is_small else MAX_ROWS  # one kernel is compiled for each
+    num_rows = MIN_ROWS if is_small else MAX_ROWS  # a kernel is compiled for each
     tokens_per_tile = num_rows // groups
     tiles = [
         (slots.start, span.num_visible - span.num_staged, span.num_staged, span.begin + offset,
@@ -119,15 +124,17 @@ def _paths(mask: torch.Tensor) -> torch.Tensor:
     rows, columns = mask.nonzero(as_tuple=True)
     paths = torch.zeros(len(mask), 1 + int(lengths.max()), dtype=torch.int32, device="cpu")
     paths[:, 0] = lengths
-    firsts = (lengths.cumsum(0) - lengths)[rows]  # of each row among all true columns
+    firsts = (lengths.cumsum(0) - lengths)[rows]  # among all true columns, each row's first
     paths[rows, 1 + torch.arange(len(rows), device="cpu") - firsts] = columns.int()
     return paths
 
 
 def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> torch.Tensor:
-    """Return the masks below each other.  -> [num_tokens, width], of their dtype"""
+    """Return one mask with the rows of all spans, padded with 0; where a mask is None, the rows are
+    not read.  -> [num_tokens, width], of the masks' dtype
+    """
     given = [mask for mask in masks if mask is not None]
-    # Draft levels that run eagerly: as few operations as possible.
+    # Only draft levels that run eagerly have masks on the device: as few operations as possible.
     if given and not given[0].is_cpu:
         pairs = zip(spans, masks, strict=True)
         rows = [span.staged_mask[:, :width] if mask is None else mask for span, mask in pairs]
@@ -144,7 +151,7 @@ def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> to
 def _joined(
     join: Callable[[list[torch.Tensor]], torch.Tensor], rows: list[torch.Tensor], width: int
 ) -> torch.Tensor:
-    """Return rows of different lengths below each other, padded with 0.  -> [num_rows, width]"""
+    """Return tensors [*, any width], padded with 0 and joined by ``join``.  -> [num_rows, width]"""
     if len({row.shape[-1] for row in rows}) > 1:
         return join([F.pad(row, (0, width - row.shape[-1])) for row in rows])
     whole = join(rows)
@@ -152,7 +159,7 @@ def _joined(
 
 
 MAX_DIM = 256  # head size: larger ones do not fit into a multiprocessor's shared memory
-VOLTA = (7, 0)  # compute capability; Triton compiles for none below
+VOLTA = (7, 0)  # lowest compute capability for which Triton compiles
 TRIAL_TOLERANCE = 0.05  # absolute: values are of order one, and bf16 rounds to 8 bits
 
 
@@ -193,12 +200,12 @@ def why_wrong(
     value_dim: int,
     has_softcap: bool = True,
 ) -> str | None:
-    """Return how a backend differs from the reference in fp32 on a small batch; None if it does
-    not.
+    """Return how a backend fails on a small batch, or differs from the reference in fp32; None if
+    it does neither.
     """
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device="cpu")
     offsets = torch.tensor([0, 1, 1], device="cpu")
-    causal = torch.ones(65, 65, device="cpu").tril().bool()  # longer than dense blocks are
+    causal = torch.ones(65, 65, device="cpu").tril().bool()  # more than MAX_DENSE tokens
     spans = [
         Span(CachedSequence(1, 20, length=9), 0, 3, tree, 9 + offsets),
         Span(
@@ -233,10 +240,10 @@ def why_wrong(
 
 
 class TreeAttention(KernelAttention):
-    """The ``triton`` backend.
+    """The ``triton`` attention backend.
 
-    With ``by_path``, the bits of a token's result depend on its path only, and layers that the
-    kernel does not take are refused."""
+    With ``by_path``, the bits of a token's result depend only on the tokens that it attends to, and
+    for a layer that the kernel cannot compute, an error is raised instead of using a fallback."""
 
     __name__ = "tree_attention[triton]"  # step-time profiles are stored under this name
 
@@ -266,7 +273,7 @@ class TreeAttention(KernelAttention):
         batch: Plans,
         rules: AttentionRules,
     ) -> torch.Tensor:
-        # Imported here: Triton comes with torch for CUDA only.
+        # Imported here, as Triton comes with torch for CUDA only.
         from hf_slospec.cuda.tree_kernels import tree_attention
 
         has_window = rules.window is not None

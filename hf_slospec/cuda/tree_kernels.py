@@ -1,4 +1,4 @@
-"""Attention of trees over committed and staged keys as Triton kernels."""
+"""Triton kernels of the ``triton`` attention backend, for packed batches with draft trees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import triton.language as tl
 from hf_slospec.cuda.tree_attention import TreePlan
 from hf_slospec.model.batch import AttentionRules
 
-ENOUGH_PROGRAMS = 256  # an estimate: about two for each multiprocessor of a large GPU
-MAX_SPLITS = 32  # greatest number of parts into which a sequence's keys are divided
+ENOUGH_PROGRAMS = 256  # programs that fill a large GPU: about two for each multiprocessor
+MAX_SPLITS = 32  # parts into which a sequence's keys are divided, at most
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -25,11 +25,13 @@ def tree_attention(
 ) -> torch.Tensor:
     """Return attention of a packed batch, softmax in fp32.  -> [num_tokens, num_heads, value_dim]
 
-    Each program reads some of a sequence's keys for one tile of tokens and for all query heads that
-    share a KV head. With few tiles, a sequence's keys are split among programs, and a second kernel
-    merges their results. With paths in the plan, keys are not split, and their blocks begin at
-    multiples of the blocks' size on the path of each token, so that the bits of its result do not
-    depend on other tokens, nor on how many of its keys are committed."""
+    Each program computes one tile of tokens, for all query heads that share a KV head. If there are
+    few tiles, the keys of a sequence are split among several programs, and a second kernel merges
+    their results.
+
+    With ``paths`` in the plan, keys are not split. The keys that a token attends to are numbered in
+    the order of its path, and blocks of keys begin at multiples of the block size, so that the bits
+    of the result depend neither on other tokens nor on how many of these keys are committed."""
     query, keys, values = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous()
         for tensor in (query, keys, values)
@@ -43,7 +45,7 @@ def tree_attention(
     )
     is_split = num_splits > 1
     out = query.new_empty(num_tokens, num_heads, value_dim)
-    # Tensors in the place of those that the kernel does not read.
+    # Any tensors stand in for arguments that the kernel does not read.
     parts = out
     lses = out
     sinks, positions, staged_positions, paths = (
@@ -66,7 +68,7 @@ def tree_attention(
             HAS_WINDOW=rules.window is not None, HAS_CHUNK=rules.chunk is not None,
             HAS_SOFTCAP=rules.softcap is not None, HAS_SINKS=rules.sinks is not None, BY_PATH=plan.paths is not None,
             NUM_COLUMNS=plan.tiles.shape[1],
-            IN_FP32=query.is_cpu,  # the interpreter has no products of bf16
+            IN_FP32=query.is_cpu,  # Triton's interpreter, which runs on CPU tensors, has no bf16
             num_warps=4, num_stages=2,
         )  # fmt: skip
         if is_split:
@@ -91,7 +93,7 @@ def _block(dim: int) -> int:
 def load_block(
     source, row, column, is_row, is_column, row_stride, column_stride, IN_FP32: tl.constexpr
 ):
-    """Load a block of a matrix."""
+    """Load a block of a strided matrix, with 0 outside of ``is_row`` and ``is_column``."""
     place = row[:, None] * row_stride + column[None, :] * column_stride
     block = tl.load(source + place, mask=is_row[:, None] & is_column[None, :], other=0.0)
     return block.to(tl.float32) if IN_FP32 else block  # the interpreter has no products of bf16
@@ -109,12 +111,13 @@ def _attend(
     IS_SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, BY_PATH: tl.constexpr, NUM_COLUMNS: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile, one KV head and one part of the keys; scores are logarithms to
-    base 2.
+    """Compute attention of one tile, one KV head and one split of the keys; scores are scaled for
+    exp2.
 
-    Without splits, ``out`` [num_tokens, num_heads, value_dim] is in the model's dtype; else ``out``
-    has f32 results of each split, and ``lses`` [num_splits, num_tokens, num_heads] f32 their
-    log-sum-exps, -inf where a split has no key."""
+    Without splits, ``out`` is [num_tokens, num_heads, value_dim] in the model's dtype. Otherwise,
+    ``out`` is [num_splits, num_tokens, num_heads, value_dim] f32, the results of each split, and
+    ``lses`` [num_splits, num_tokens, num_heads] f32 their log-sum-exps to base 2, -inf where a row
+    attends to no key of the split."""
     tile = tiles + tl.program_id(0) * NUM_COLUMNS
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -139,17 +142,19 @@ def _attend(
     query_row = in_batch * query_token_stride + head * query_head_stride
     query_block = load_block(query, query_row, key_dims, is_row, in_key, 1, 1, IN_FP32)
 
-    if is_chain:  # later tokens of the chain are not seen
+    if is_chain:  # the tile's tokens do not attend to later tokens of the chain
         num_keys = prefix_len + offset + tile_tokens
     low = 0
-    if HAS_WINDOW:  # no token is before the first uncommitted position
+    if HAS_WINDOW:  # no token's position is before the first uncommitted one, prefix_len
         low = tl.maximum(prefix_len - window + 1, 0)
     if HAS_CHUNK:
         low = tl.maximum(prefix_len // chunk * chunk, low)
     per_split = tl.cdiv(tl.cdiv(num_keys - low, tl.num_programs(2)), BLOCK_N) * BLOCK_N
     begin = low + split * per_split
     end = tl.minimum(begin + per_split, num_keys)
-    if BY_PATH:  # a tree's blocks from `first_own` on are of one token's path after the other
+    # From `first_own` on, a tree has `per_token` keys for each of the tile's tokens in turn: the
+    # keys on its path.
+    if BY_PATH:
         begin = begin // BLOCK_N * BLOCK_N
         first_own = tl.where(is_chain, num_keys, prefix_len // BLOCK_N * BLOCK_N)
         per_token = tl.maximum(tl.cdiv(num_keys - first_own, BLOCK_N) * BLOCK_N, BLOCK_N)
@@ -215,7 +220,7 @@ def _attend(
             seen = seen & (position[:, None] // chunk == key_position[None, :] // chunk)
         scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # A row may see no key of this block.
+        # A row may attend to no key of this block.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(row_max - base)
@@ -228,7 +233,7 @@ def _attend(
         total = total * kept + tl.sum(weights, 1)
         row_max = new_max
 
-    has_none = total == 0.0  # the row saw no key of this part
+    has_none = total == 0.0  # the row attends to no key of this split
     total = tl.where(has_none, 1.0, total)
     attended = sums / total[:, None]
     row = in_batch * num_heads + head
@@ -249,8 +254,8 @@ def _attend(
 def _merge(
     parts, lses, out, num_rows, num_splits, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one token and head from the results of all splits; their log-sum-exps
-    are to base 2.
+    """Compute attention of one token and head from the results of all splits; log-sum-exps are to
+    base 2.
     """
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
