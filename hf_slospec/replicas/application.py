@@ -30,7 +30,7 @@ HEALTH_S = 2.0  # seconds between Serve's health checks of a replica
 HEALTH_ANSWER_S = 10.0
 # Maximum concurrent calls of one process; in effect none, as the batcher has max_queue
 MAX_CALLS = 100_000
-# Amount of the head node's resource that a front reserves; of any other front_resource it takes 1
+# Amount of the head node's resource that a front reserves; of any other resource it takes 1
 HEAD_SHARE = 1e-3
 FRONT = "HTTP"
 MODEL = "Model"

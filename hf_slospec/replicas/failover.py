@@ -1,4 +1,4 @@
-"""Engine of a front: offers requests to replicas, and resumes a dead replica's requests on others."""
+"""Engine of a front: sends requests to replicas, and resumes a dead replica's requests on others."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ class ReplicatedDecoding:
 
     @property
     def _has_choice(self) -> bool:
-        """Return True if replicas may decline the request because they cannot guarantee its SLOs."""
+        """Return True if replicas may decline the request because its SLOs cannot be guaranteed."""
         return self._need.has_slo and not self._order.arguments.get("best_effort")
 
     async def _resume(self) -> None:
