@@ -37,7 +37,7 @@ MODEL = "Model"
 
 
 class Front:
-    """Deployment that takes HTTP requests, tokenizes prompts, and offers the requests to replicas."""
+    """Deployment that takes HTTP requests, tokenizes them, and offers them to replicas."""
 
     def __init__(self, models: DeploymentHandle, settings: ServerSettings, options: ReplicaOptions):
         sys.setswitchinterval(SWITCH_S)

@@ -1,4 +1,4 @@
-"""Engine of a front: sends requests to replicas, and resumes a dead replica's requests on others."""
+"""Engine of a front: sends requests to replicas; when one dies, others resume its requests."""
 
 from __future__ import annotations
 

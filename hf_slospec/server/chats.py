@@ -154,8 +154,8 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _without_cache_control(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool without ``cache_control``: it has no effect, as all prefixes are cached, and the
-    chat template would show it to the model.
+    """Return a tool without ``cache_control``: it has no effect, as all prefixes are cached, and
+    the chat template would show it to the model.
     """
     cleaned = {name: value for name, value in tool.items() if name != "cache_control"}
     if function := _function_of(tool):

@@ -1,4 +1,4 @@
-"""The choices of a request (its ``n`` outputs per prompt), streamed as pieces of text while they are
+"""The choices of a request (``n`` outputs per prompt), streamed as pieces of text while they are
 decoded.
 """
 
