@@ -132,8 +132,8 @@ class RequestLimits(InputModel):
             )
 
     def check_json(self, content: bytes) -> None:
-        """Raise LimitError for JSON with so many values or containers that parsing it would take far
-        more memory than its bytes.
+        """Raise LimitError for JSON with so many values or containers that parsing it would take
+        far more memory than its bytes.
         """
         if (
             _num_values(content) > self.json_values

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.tiny.shapes import SIZES
 
-ASSISTANT = "assistant"  # value of --drafter for the embedded draft model
+ASSISTANT = "assistant"  # name of the pair's draft model among the parts of a drafter
 WITHOUT_DRAFT = "lookup"  # drafter if --target is given without --assistant and --drafter
 EMBEDDED = "tiny"  # model name of the embedded pair
 AUTO = "auto"  # default value of --device
