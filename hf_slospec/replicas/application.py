@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 HEALTH_S = 2.0  # seconds between Serve's health checks of a replica
 # Seconds that a replica has to answer a health check; Serve ends it after three without an answer
 HEALTH_ANSWER_S = 10.0
-# Maximum concurrent calls of one process; in effect none, as the batcher has max_queue
+# Maximum concurrent calls of one process, never reached: max_queue of the batcher limits requests
 MAX_CALLS = 100_000
 # Amount of the head node's resource that a front reserves; of any other resource it takes 1
 HEAD_SHARE = 1e-3

@@ -13,7 +13,7 @@ from typing import Any
 # Replicas are added if more than this share of the recent requests with SLOs missed them, or if the
 # waiting requests are more than this share of the maximum batch
 UP = 0.05
-LOW = 0.6  # a replica is removed if the others would then be utilised less than this
+LOW = 0.6  # a replica is removed if the remaining ones' utilisation would be below this
 # Names of the gauges that ModelReplica.record_autoscaling_stats returns
 GAUGES = ("missed", "waiting", "utilisation")
 

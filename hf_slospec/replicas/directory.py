@@ -116,7 +116,7 @@ class ReplicaDirectory:
         self.silent = set[str]()  # replicas without a report for silent_s, or whose calls fail
         self._reports: dict[str, Report] = {}
         self._sent: dict[int, Offer] = {}  # offers that no report includes yet, by offer number
-        # by replica: numbers of cancelled offers, which the next call of `reports` tells it
+        # by replica: numbers of cancelled offers, to be sent with the next call of `reports`
         self._left: defaultdict[str, set[int]] = defaultdict(set)
         self._prefixes = PrefixIndex()
 
@@ -150,8 +150,8 @@ class ReplicaDirectory:
         return load
 
     def _idle(self) -> ReplicaLoad:
-        """Return the load to assume for a replica without a report: that of the replica with most
-        free K/V, but without requests.
+        """Return the load to assume for a replica without a report: the load of the replica with
+        most free K/V, without its requests.
         """
         loads = [report.load for report in self._reports.values()]
         roomiest = max(loads, key=lambda load: load.kv_free, default=ReplicaLoad())
@@ -218,7 +218,7 @@ class ReplicaDirectory:
         self._sent = {number: sent for number, sent in self._sent.items() if sent.replica != name}
 
     async def _listen(self, name: str, streams: Any, sender: str) -> None:
-        """Read the reports of a replica until cancelled; while none come, set it as silent."""
+        """Read the reports of a replica until cancelled; while none come, mark it as silent."""
         while True:
             left = frozenset(self._left[name])
             stream = call(streams.reports, ToReplica(name), sender, left)

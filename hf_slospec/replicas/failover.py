@@ -217,7 +217,7 @@ class ReplicatedDecoding:
     def _offer_to(
         self, names: AbstractSet[str], must_guarantee: bool, declined: Sequence[str]
     ) -> Offer:
-        """Return an offer of the request to the best of the named replicas, or to the next in turn.
+        """Return an offer of the request to one of the named replicas, chosen by ``routing``.
 
         Args:
             declined: names of the replicas that declined the request, the most recent one last.
@@ -241,8 +241,8 @@ class ReplicatedDecoding:
         )
 
     async def _answer_to(self, offer: Offer, asked: AbstractSet[str]) -> Answer | None:
-        """Send an offer and return its answer; None if it does not come in time, and a replica that
-        is not in ``asked`` is alive.
+        """Send an offer and return its answer; None if the answer is late, and another live replica
+        that is not in ``asked`` can be tried.
         """
         self._check_wanted()
         directory = self._engine.directory
@@ -262,10 +262,10 @@ class ReplicatedDecoding:
     async def _next_answer(
         self, replica: str, asked: AbstractSet[str] = frozenset()
     ) -> Answer | None:
-        """Return the next answer of the stream; None if it does not come within ``silent_s``, and
-        another replica is alive.
+        """Return the next answer of the stream; None if none comes within ``silent_s``, and another
+        live replica can be tried.
 
-        After twice that time, None also if this replica is alive: then only the stream is broken.
+        After twice that time, return None even if only this replica is alive: its stream is broken.
 
         Args:
             asked: names of replicas that cannot take the request.

@@ -30,7 +30,8 @@ def on_loopback() -> Iterator[str]:
     local node, 127.0.0.1.
 
     Ray binds its ports to the node's address. ``ray.init`` replaces a loopback address by one that
-    other machines can reach, except on systems without Ray clusters, which this one passes for.
+    other machines can reach, except on systems where Ray has no clusters. Inside the context, Ray
+    takes this system for one of those.
     """
     is_cluster = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -101,8 +102,8 @@ async def _is_done(answer: asyncio.Future[Any], limit_s: float) -> bool:
 
 
 async def _next(stream: Any) -> Any:
-    """Return the next answer of a stream. If the task is cancelled, raise CancelledError, which
-    Serve has replaced by an error of its own.
+    """Return the next answer of a stream. If the task is cancelled, raise CancelledError, where
+    Serve would raise its RequestCancelledError.
     """
     try:
         return await anext(stream)

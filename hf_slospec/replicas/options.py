@@ -131,7 +131,7 @@ class ReplicaOptions(ServerOptions):
 
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
-        """Return the options as ReplicaOptions, which they are or which a dict is converted to.
+        """Return ``options``; if it is a dict of fields, validate and convert it.
 
         Raises:
             InvalidInputError: an option is invalid, or the argument has another type.

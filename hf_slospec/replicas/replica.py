@@ -146,7 +146,8 @@ class ModelReplica:
     async def reports(
         self, address: ToReplica, sender: str, left: Collection[int]
     ) -> AsyncIterator[Report | Alive]:
-        """Yield a report every ``REPORT_S`` seconds, for some time; during a long step ``Alive``.
+        """Yield a report every ``REPORT_S`` seconds, or ``Alive`` during a long step; end after
+        ``NUM_REPORTS`` of them.
 
         Args:
             sender: name of the front that calls.

@@ -43,7 +43,7 @@ class Tenant:
     limits: SLOLimits
     key: str  # the API key; empty if all clients are one tenant
     secret: bytes  # salts are derived from it; all processes of the server share it
-    name: str = ""  # does not reveal the key
+    name: str = ""  # identifies the key without revealing it; for fair scheduling
 
     def arguments(
         self, body: SamplingBody, headers: Mapping[str, str], objective: Objective

@@ -196,7 +196,7 @@ class BlockAnswer(ABC):
         self.model = model
         self.id = id
         self.blocks: list[dict[str, Any]] = []
-        self._kind: str | None = None  # of the last block, if text may still be added
+        self._kind: str | None = None  # kind of the last block; None: it has ended
         self.finish_reason: str | None = None
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:

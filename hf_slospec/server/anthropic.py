@@ -149,7 +149,7 @@ class CustomTool(_Block):
 
 
 class ToolChoice(ClosedModel):
-    """Choice between tool calls that are allowed (auto), required (any) and forbidden (none)."""
+    """Says whether tool calls are allowed (auto), required (any) or forbidden (none)."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool = False

@@ -115,15 +115,15 @@ async def _answer_fault(request: Request, error: Exception) -> Response:
 
 
 def _described(body: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return a body's OpenAPI description, and add the schemas it refers to to ``definitions``."""
+    """Return a body's OpenAPI description; put schemas that it refers to into ``definitions``."""
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions |= schema.pop("$defs", {})
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 def _add_definitions(app: FastAPI, definitions: dict[str, Any]) -> None:
-    """Add the schemas that request bodies refer to to the OpenAPI description. FastAPI does not
-    know them, as the endpoints read the bodies themselves.
+    """Add ``definitions``, the schemas that request bodies refer to, to the OpenAPI description.
+    FastAPI does not know these schemas, as the endpoints read the bodies themselves.
     """
     make = app.openapi
 

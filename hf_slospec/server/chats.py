@@ -18,7 +18,7 @@ from hf_slospec.server.bodies import ClosedModel, SamplingBody, SamplingSettings
 if TYPE_CHECKING:
     from hf_slospec.server.answers import Answer, AnswerForm
 
-# Keywords of a JSON schema of objects that do not describe their properties.
+# `call_schema` adds empty `properties` to a JSON schema that has no other keywords than these.
 OF_ANY_OBJECT = {"$id", "$schema", "type", "title", "description", "required"}
 TEMPLATE_ADDS = (
     "add_special_tokens must be false for messages, whose special tokens the chat template writes"
@@ -215,7 +215,7 @@ class GenerationSettings(SamplingSettings):
 
 class ChatBody(SamplingBody):
     prompt_field = "messages"
-    # Not the rest of the context: SLOs are guaranteed for the maximum output, so it must be short.
+    # Less than fits the context: the longer the maximum output, the fewer SLOs can be guaranteed.
     default_max_tokens = 4096
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -370,7 +370,7 @@ class ForeignBody(ClosedModel):
         raise NotImplementedError
 
     def answer(self, form: Answer) -> AnswerForm:
-        """Return an empty response in this API's format; ``form`` is one in the format of chats."""
+        """Return an empty response in this API's format; ``form`` is the chat's."""
         raise NotImplementedError
 
 

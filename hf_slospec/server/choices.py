@@ -57,7 +57,7 @@ class Choice:
     is_prompt_only: bool = False  # leave out the output: only the prompt is scored
     parser: Parser = field(default_factory=PlainParts)
     wants_offsets: bool = False
-    min_tokens: int = 0  # number of first tokens in which no stop string may end
+    min_tokens: int = 0  # stop strings that end within so many first tokens are ignored
     tokens: list[int] = field(default_factory=list)
     num_reasoning: int = 0  # tokens of the pieces that have reasoning
     stop_string: str | None = None  # the stop string that ended the output

@@ -56,7 +56,7 @@ GATEWAY_NAME = re.compile(r"[!-~]{1,253}")
 # In an error's location, pydantic inserts the type of the union member that it tried, such as
 # "constrained-float", "list[SLOStage]" or "str"; _fields drops these names.
 TYPE_NAME = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
-FIELD = re.compile(r"[a-z_]+(?=: | must be )")  # errors about one field begin with its name
+FIELD = re.compile(r"[a-z_]+(?=: | must be )")  # the field's name with which some messages begin
 INVALID = "invalid_request_error"
 UNAVAILABLE = "service_unavailable_error"
 RETRY = {"Retry-After": str(RETRY_AFTER_S)}

@@ -1,5 +1,5 @@
-"""Start of the HTTP server with its engine in this process.
-A server with replicas is started in ``replicas/start.py``.
+"""Start of the HTTP server with its engine in this process. A server with replicas is started in
+``replicas/start.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         )
     with load_generator(options, options.config, options.chat_template) as generator:
         if not generator.decoder.speculator.target.ranks.is_first:
-            for number in (signal.SIGINT, signal.SIGTERM):  # the first process stops all
+            # ignored here: the first process gets the signals, too, and stops all processes
+            for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             return
         engine = LocalEngine(generator, options.response_template, options.bounds.new_work())

@@ -120,7 +120,7 @@ class Work(JobSlots):
         *arguments: Any,
         undo: Callable[[T], None] | None = None,
     ) -> T:
-        """Return the result of a function that runs in a thread of the pool.
+        """Run a function in a thread of the pool, and return its result.
 
         Args:
             client: name of the client, for fair scheduling.
