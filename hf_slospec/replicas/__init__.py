@@ -1,5 +1,5 @@
-"""Replicas of the models on Ray Serve, with routing by the SLOs that they can guarantee; needs
-``hf_slospec[ray]``.
+"""Several copies of the models (replicas) behind one HTTP server, on Ray Serve; each request is
+routed to a replica that can guarantee its SLOs. Needs ``hf_slospec[ray]``.
 """
 
 from hf_slospec.replicas.application import app

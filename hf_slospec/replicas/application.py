@@ -1,5 +1,5 @@
-"""Ray Serve application: a deployment that takes HTTP requests, the front, and one of model
-replicas.
+"""The Ray Serve application. It has two deployments: the front, which takes HTTP requests, and the
+model replicas, which decode them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from hf_slospec.server.serve import SWITCH_S
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 2.0  # seconds between health checks
-HEALTH_ANSWER_S = 10.0  # seconds for an answer; Serve ends a replica after three that are missing
-# Concurrent calls of one process: no limit in effect, as the batcher has max_queue
+HEALTH_S = 2.0  # seconds between Serve's health checks of a replica
+# Seconds that a replica has to answer a health check; Serve ends it after three without an answer
+HEALTH_ANSWER_S = 10.0
+# Maximum concurrent calls of one process, never reached: max_queue of the batcher limits requests
 MAX_CALLS = 100_000
-# Of the head's resource, which a front reserves; of another front_resource a whole unit
+# Amount of the head node's resource that a front reserves; of any other resource it takes 1
 HEAD_SHARE = 1e-3
 FRONT = "HTTP"
 MODEL = "Model"
 
 
 class Front:
-    """Deployment that takes HTTP requests and tokenizes."""
+    """Deployment that takes HTTP requests, tokenizes them, and offers them to replicas."""
 
     def __init__(self, models: DeploymentHandle, settings: ServerSettings, options: ReplicaOptions):
         sys.setswitchinterval(SWITCH_S)
@@ -57,13 +58,14 @@ async def _watch(engine: ReplicatedEngine) -> None:
     while True:
         try:
             await engine.watch()
-        except Exception:  # without reports all replicas would be taken for silent
+        except Exception:
+            # Continue after any error: without reports, all replicas would count as silent
             logger.exception("the reports of the replicas could not be read; reading them again")
         await asyncio.sleep(REPORT_S)
 
 
 def app(options: ReplicaOptions) -> Application:
-    """Return the application for ``serve.run``, ``serve run`` and Serve's config files.
+    """Return the Ray Serve application for ``serve.run``, ``serve run`` and Serve's config files.
 
     Args:
         options: a :class:`ReplicaOptions`, or a dict of its fields, as Serve reads it from a config

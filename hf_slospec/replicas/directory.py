@@ -1,5 +1,5 @@
-"""Directory of the running replicas, as one front sees them: which of them live, and how loaded
-they are.
+"""State of the running replicas as one front knows it: which ones respond, how loaded they are,
+and which prompts' K/V they hold. ``failover.py`` chooses replicas by it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from hf_slospec.replicas.messages import (
 )
 from hf_slospec.scheduler.load import ReplicaLoad, ranked
 
-BLOCK = 32  # tokens; prompts are compared by whole blocks
-MAX_BLOCKS = 2**16  # blocks of all prompts together; the least recently used are dropped
+BLOCK = 32  # tokens per block; prefixes of prompts are compared by whole blocks
+MAX_BLOCKS = 2**16  # blocks recorded in total; the least recently used are dropped
 
 
-# Not in the router's module, which Ray pickles by value.
-_names: weakref.WeakKeyDictionary[object, tuple[str, ...]] = (
-    weakref.WeakKeyDictionary()
-)  # by router
+# Names of the running replicas, by router. The table is not in the router's module, because Ray
+# pickles that module by value and would copy the table.
+_names: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def set_running(router: object, names: Sequence[str]) -> None:
@@ -39,26 +38,27 @@ def set_running(router: object, names: Sequence[str]) -> None:
 
 
 def running_replicas() -> list[str]:
-    """Return the names of the running replicas, sorted."""
+    """Return the sorted names of the replicas that run according to this process's routers."""
     return sorted({name for names in list(_names.values()) for name in names})
 
 
 class PrefixIndex:
     """Approximate record of which replicas hold the K/V of which prefixes.
 
-    A block's key is a hash of its tokens and of all before it, so prompts share the entries of
-    their common prefix. A replica may have dropped K/V that is recorded here.
+    A block's key is a hash of the block's tokens and of all tokens before it, so prompts share the
+    entries of their common prefix. A replica may have evicted K/V that is recorded here.
     """
 
     def __init__(self, block: int = BLOCK, max_blocks: int = MAX_BLOCKS):
         self.block = block
         self.max_blocks = max_blocks
-        self._holders: OrderedDict[int, set[str]] = (
-            OrderedDict()
-        )  # replicas by key, least recently used first
+        # by block key: names of the replicas that processed the block; least recently used first
+        self._holders: OrderedDict[int, set[str]] = OrderedDict()
 
     def record(self, replica: str, prompt: Sequence[int], salt: str = "") -> None:
-        """Record that a replica processes a prompt; prompts of different salts share nothing."""
+        """Record that a replica processes a prompt. Prompts with different cache salts share no
+        entries.
+        """
         for key in self._keys(prompt, salt):
             self._holders.setdefault(key, set()).add(replica)
             self._holders.move_to_end(key)
@@ -68,8 +68,8 @@ class PrefixIndex:
     def num_known(
         self, replicas: Sequence[str], prompt: Sequence[int], salt: str = ""
     ) -> list[int]:
-        """Return for each replica the length in tokens of the prompt's prefix that it has
-        processed.
+        """Return, for each replica, how many leading tokens of the prompt it has processed, in
+        whole blocks.
         """
         known_lens = dict.fromkeys(replicas, 0)
         alive = set(replicas)
@@ -81,7 +81,7 @@ class PrefixIndex:
         return [known_lens[replica] for replica in replicas]
 
     def forget(self, replica: str) -> None:
-        """Drop the entries of a replica that has stopped."""
+        """Drop all entries of a replica, as it has stopped."""
         for key, holders in list(self._holders.items()):
             holders.discard(replica)
             if not holders:
@@ -98,23 +98,26 @@ logger = logging.getLogger("ray.serve")
 
 
 class ReplicaDirectory:
-    """The running replicas with their reports, and the offers that these do not contain yet.
+    """Last reports of the running replicas, and the offers sent since then.
 
-    Without the offers a whole burst would be routed by the same reports, to one replica.
+    Offers that a report does not include yet are added to the reported load. Otherwise all requests
+    of a burst would be routed by the same reports, to one replica.
     """
 
     def __init__(self, running: Callable[[], Sequence[str]], silent_s: float):
-        """Take ``running()``, which names the running replicas, and the seconds after which one
-        counts as silent.
+        """Create a directory without reports.
+
+        Args:
+            running: returns the names of the running replicas.
+            silent_s: seconds without a report after which a replica counts as silent.
         """
         self.running = running
         self.silent_s = silent_s
-        self.silent = set[str]()  # replicas that have not reported for silent_s, or cannot
+        self.silent = set[str]()  # replicas without a report for silent_s, or whose calls fail
         self._reports: dict[str, Report] = {}
-        self._sent: dict[int, Offer] = {}  # by number
-        self._left: defaultdict[str, set[int]] = defaultdict(
-            set
-        )  # by replica, the numbers of offers that it must drop
+        self._sent: dict[int, Offer] = {}  # offers that no report includes yet, by offer number
+        # by replica: numbers of cancelled offers, to be sent with the next call of `reports`
+        self._left: defaultdict[str, set[int]] = defaultdict(set)
         self._prefixes = PrefixIndex()
 
     def alive(self) -> set[str]:
@@ -122,8 +125,10 @@ class ReplicaDirectory:
         return {*self.running()} - self.silent
 
     def in_order(self, names: Collection[str], offer: Offer) -> list[str]:
-        """Return the names, best first: by guarantees if the offer asks for them, else by load
-        alone.
+        """Return the replicas' names in the order in which to offer them the request.
+
+        If the offer asks for a guarantee, replicas are ranked by how well they can keep the SLOs of
+        all their requests with this one; otherwise by load alone.
         """
         listed = sorted(names)
         need = offer.need
@@ -136,7 +141,7 @@ class ReplicaDirectory:
         return [listed[index] for index in ranked(loads, need, known_lens)]
 
     def load(self, name: str) -> ReplicaLoad:
-        """Return the load of a replica, with the offers that its report does not contain."""
+        """Return the load that a replica reported, plus the offers sent since then."""
         report = self._reports.get(name)
         load = self._idle() if report is None else report.load
         for sent in self._sent.values():
@@ -145,30 +150,31 @@ class ReplicaDirectory:
         return load
 
     def _idle(self) -> ReplicaLoad:
-        """Return the load of a replica that has not reported yet: as fast as the others, and
-        without requests.
+        """Return the load to assume for a replica without a report: the load of the replica with
+        most free K/V, without its requests.
         """
         loads = [report.load for report in self._reports.values()]
         roomiest = max(loads, key=lambda load: load.kv_free, default=ReplicaLoad())
         return replace(roomiest, guaranteed=(), best_effort=0, prefill_tokens=0)
 
     def add_sent(self, offer: Offer) -> None:
-        """Count an offer until the replica's report contains it."""
+        """Add an offer to its replica's load until a report of the replica includes it."""
         self._sent[offer.number] = offer
 
     def remove_sent(self, number: int) -> None:
-        """Stop counting an offer that was not taken."""
+        """Remove an offer from its replica's load, as the replica has not taken it."""
         self._sent.pop(number, None)
 
     def leave(self, replica: str, number: int) -> None:
-        """Let a replica drop an offer, or its request, when it can be reached: the call's
-        cancellation may be lost.
+        """Queue the cancellation of an offer; the next call of ``reports`` sends it to the replica.
+
+        Cancelling the call in which the offer was sent does not suffice: that may be lost.
         """
         if replica in self.running():
             self._left[replica].add(number)
 
     def record_taken(self, replica: str, offer: Offer) -> None:
-        """Record that a replica has taken an offer, and gets its prompt's K/V."""
+        """Record that a replica has taken an offer and will hold the K/V of its prompt."""
         self._prefixes.record(
             replica, offer.order.prompt, offer.order.arguments.get("cache_salt", "")
         )
@@ -183,8 +189,11 @@ class ReplicaDirectory:
         }
 
     async def watch(self, streams: Any, sender: str) -> None:
-        """Read the reports of all running replicas, until cancelled; ``streams`` is the handle of
-        their streams.
+        """Read the reports of all running replicas until cancelled.
+
+        Args:
+            streams: handle of the ``ModelReplica`` deployment for streaming calls.
+            sender: name of this front.
         """
         listening: dict[str, asyncio.Task[None]] = {}
         try:
@@ -209,7 +218,7 @@ class ReplicaDirectory:
         self._sent = {number: sent for number, sent in self._sent.items() if sent.replica != name}
 
     async def _listen(self, name: str, streams: Any, sender: str) -> None:
-        """Take the reports of a replica, and note while it is silent or cannot be called."""
+        """Read the reports of a replica until cancelled; while none come, mark it as silent."""
         while True:
             left = frozenset(self._left[name])
             stream = call(streams.reports, ToReplica(name), sender, left)
@@ -220,7 +229,7 @@ class ReplicaDirectory:
                     if isinstance(answer, Report):
                         self.hear(answer, sender)
                 self.set_silent(name, f"it has sent nothing for {self.silent_s:g} s")
-            except StopAsyncIteration:  # reports end now and then
+            except StopAsyncIteration:  # each call ends after some reports; call again
                 pass
             except FAULTS as error:
                 self.set_silent(name, repr(error))
@@ -229,7 +238,7 @@ class ReplicaDirectory:
             await asyncio.sleep(REPORT_S)
 
     def set_silent(self, name: str, reason: str) -> None:
-        """Send no offers to a replica until its next report."""
+        """Stop sending offers to a replica until its next report."""
         if name not in self.silent:
             logger.warning("replica %s gets no offers until its next report: %s", name, reason)
         self.silent.add(name)

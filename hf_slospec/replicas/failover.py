@@ -1,4 +1,4 @@
-"""An engine that offers requests to replicas, and resumes those of replicas that die on others."""
+"""Engine of a front: sends requests to replicas; when one dies, others resume its requests."""
 
 from __future__ import annotations
 
@@ -46,17 +46,16 @@ from hf_slospec.server.engine import Order
 from hf_slospec.server.work import Work
 
 logger = logging.getLogger("ray.serve")
-# Replicas that may die or fall silent while they serve a request; one that kills them must not kill
-# all
+# A request fails once so many replicas died or fell silent while serving it: it may be the cause
 MAX_FAULTS = 5
 ANSWER_S = 5.0  # seconds for a replica to return its metrics
 AGAIN_S = 0.5  # seconds between retries while all queues are full, or all replicas have failed
-# Seconds to wait for a report while all replicas are silent, before these are asked
+# Seconds to wait while all replicas are silent; then requests are offered to silent ones
 PATIENCE_S = 120.0
 
 
 class ReplicatedEngine:
-    """Engine of the HTTP application whose requests replicas decode."""
+    """A ``ServedEngine`` of the HTTP application whose requests are decoded by replicas."""
 
     def __init__(
         self,
@@ -66,8 +65,8 @@ class ReplicatedEngine:
         options: ReplicaOptions,
         work: Work | None = None,
     ):
-        """Take the handle of the :class:`ModelReplica` deployment; ``running()`` names the running
-        replicas.
+        """Create an engine on the handle of the :class:`ModelReplica` deployment; ``running()``
+        returns the names of the running replicas.
         """
         self.handle = handle
         self.streams = handle.options(stream=True)
@@ -90,15 +89,15 @@ class ReplicatedEngine:
         await self.directory.watch(self.streams, self.name)
 
     async def submit(self, order: Order) -> ReplicatedDecoding:
-        """Return the request, once a replica serves it.
+        """Return the request once a replica has taken it.
 
         Raises:
-            QueueFull: all replicas have as many waiting requests as they may have.
-            NotGuaranteedError: no replica guaranteed its SLOs, and such requests are declined.
-            NotRunningError: too many replicas died while they served it.
+            QueueFull: the queues of all replicas are full.
+            NotGuaranteedError: no replica guaranteed its SLOs, and ``backup`` is "decline".
+            NotRunningError: ``MAX_FAULTS`` replicas failed while they served it.
         """
         if order.arguments.get("seed") is None and order.arguments.get("do_sample"):
-            seed = uuid.uuid4().int % 2**63  # with which another replica draws the same noise
+            seed = uuid.uuid4().int % 2**63  # a replica that resumes it draws the same noise
             order = replace(order, arguments=order.arguments | {"seed": seed})
         decoding = ReplicatedDecoding(self, order, self._need(order))
         try:
@@ -110,7 +109,7 @@ class ReplicatedEngine:
 
     def _need(self, order: Order) -> Need:
         arguments = order.arguments
-        # How stages end does not matter here, and texts that end them take long to prepare.
+        # Only the SLOs matter here: `until` texts, which are slow to prepare, are not compiled.
         slo = parse_slo(arguments.get("slo_tpot"), lambda text: lambda tokens: False)
         (stages,) = slo if isinstance(slo, list) else (slo,)
         SubmitOptions.of(**{name: arguments.get(name) for name in ("slo_ttft", "slo_e2e")})
@@ -125,7 +124,7 @@ class ReplicatedEngine:
         )
 
     async def families(self, prefix: str) -> list[Any]:
-        """Return the metric families of all replicas, their samples labelled with the replica."""
+        """Return the metric families of all live replicas; samples have the label ``replica``."""
         names = sorted(self.directory.alive())
         per_replica = await asyncio.gather(*(self._families_of(name, prefix) for name in names))
         return merged(dict(zip(names, per_replica, strict=True)))
@@ -135,7 +134,7 @@ class ReplicatedEngine:
         try:
             async with asyncio.timeout(ANSWER_S):
                 families: list[Any] = await response
-        except (TimeoutError, *FAULTS) as error:  # it has just ended, or hangs
+        except (TimeoutError, *FAULTS) as error:  # the replica has ended, or hangs
             logger.warning("no metrics of replica %s: %r", replica, error)
             response.cancel()
             return []
@@ -147,7 +146,7 @@ class ReplicatedEngine:
 
 
 class ReplicatedDecoding:
-    """A request that replicas decode, one after the other if they die or fall silent."""
+    """A request that a replica decodes; if that dies or falls silent, another one resumes it."""
 
     finish_reason: FinishReason | None = None
     replica: str | None = None  # name of the replica that serves the request now
@@ -157,7 +156,7 @@ class ReplicatedDecoding:
         self._order = order
         self._need = need
         self._stream: Any = None
-        self._offer: Offer | None = None  # what the stream answers
+        self._offer: Offer | None = None  # the offer that the stream answers
         self._is_cancelled = False
         self._begun_s = time.monotonic()
         self._first_token_s = math.nan
@@ -169,15 +168,15 @@ class ReplicatedDecoding:
         self._turn = next(engine.turns)
 
     async def begin(self) -> None:
-        """Send offers of the request to replicas, until one takes it.
+        """Send an offer of the request to one replica after the other until one takes it.
 
-        First, each replica is asked whether it guarantees the SLOs, once and up to ``max_hops``;
-        then for room in its queue only. An offer that is not answered in time goes to the next
-        replica.
+        First, replicas are asked to guarantee the SLOs: each one once, at most ``max_hops`` more
+        than the first. Then they only need room in their queue. If a replica does not answer in
+        time, the next one is asked.
 
         Raises:
-            QueueFull: no replica has room.
-            NotGuaranteedError: none guaranteed the SLOs, and such requests are declined.
+            QueueFull: the queues of all replicas are full.
+            NotGuaranteedError: none guaranteed the SLOs, and ``backup`` is "decline".
         """
         options = self._engine.options
         may_decline = self._has_choice and options.backup == "decline" and self.replica is None
@@ -218,14 +217,14 @@ class ReplicatedDecoding:
     def _offer_to(
         self, names: AbstractSet[str], must_guarantee: bool, declined: Sequence[str]
     ) -> Offer:
-        """Return an offer of the request to the best of the replicas.
+        """Return an offer of the request to one of the named replicas, chosen by ``routing``.
 
         Args:
-            declined: names of the replicas that have declined it, the last one at the end.
+            declined: names of the replicas that declined the request, the most recent one last.
         """
         order = self._order
         directory = self._engine.directory
-        if self.prompt_logprobs:  # already computed by a replica that died
+        if self.prompt_logprobs:  # already sent by a replica that failed
             order = replace(order, arguments=order.arguments | {"prompt_logprobs": None})
         number = next(self._engine.offer_numbers)
         offer = Offer(
@@ -233,7 +232,7 @@ class ReplicatedDecoding:
         )
         if self._engine.options.routing == "guarantees":
             return replace(offer, replica=directory.in_order(names, offer)[0])
-        if declined and declined[-1] in names:  # it has moved on as often as it may
+        if declined and declined[-1] in names:  # no hops left
             return replace(offer, replica=declined[-1])
         running = sorted({*directory.running()} | names)
         turn = self._turn % len(running)
@@ -242,8 +241,8 @@ class ReplicatedDecoding:
         )
 
     async def _answer_to(self, offer: Offer, asked: AbstractSet[str]) -> Answer | None:
-        """Return the answer to an offer; None if there is none in time, and a replica lives that
-        was not asked.
+        """Send an offer and return its answer; None if the answer is late, and another live replica
+        that is not in ``asked`` can be tried.
         """
         self._check_wanted()
         directory = self._engine.directory
@@ -263,10 +262,10 @@ class ReplicatedDecoding:
     async def _next_answer(
         self, replica: str, asked: AbstractSet[str] = frozenset()
     ) -> Answer | None:
-        """Return the next answer of the stream; None if there is none in time, and another replica
-        lives.
+        """Return the next answer of the stream; None if none comes within ``silent_s``, and another
+        live replica can be tried.
 
-        After twice the time the same replica will do: if it reports, the stream is broken.
+        After twice that time, return None even if only this replica is alive: its stream is broken.
 
         Args:
             asked: names of replicas that cannot take the request.
@@ -287,13 +286,13 @@ class ReplicatedDecoding:
         return answer
 
     def _leave(self) -> None:
-        """Cancel the call under way; what the replica still sends is dropped."""
+        """Cancel the current call to the replica, and drop what it still sends."""
         assert self._offer is not None
         self._stream.cancel()
         self._engine.directory.leave(self._offer.replica, self._offer.number)
 
     async def _usable_replicas(self) -> set[str]:
-        """Return the replicas that are alive; if there are none, wait for them."""
+        """Return the live replicas. If there are none, wait; return silent ones after a while."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + PATIENCE_S
         while True:
@@ -306,12 +305,12 @@ class ReplicatedDecoding:
 
     @property
     def _has_choice(self) -> bool:
-        """Return True if replicas may decline the request because they cannot guarantee its SLOs."""
+        """Return True if replicas may decline the request because its SLOs cannot be guaranteed."""
         return self._need.has_slo and not self._order.arguments.get("best_effort")
 
     async def _resume(self) -> None:
-        """Send the request to another replica; wait while all are full, as a request that has begun
-        must not fail.
+        """Continue the request on another replica; wait while all queues are full, as a request
+        that has begun must not fail.
         """
         while True:
             try:
@@ -362,8 +361,8 @@ class ReplicatedDecoding:
         """Count a replica that died or fell silent while it served the request.
 
         Raises:
-            RequestCancelledError: no replica died; the request was cancelled.
-            NotRunningError: ``MAX_FAULTS`` replicas died.
+            RequestCancelledError: no replica failed; the request was cancelled.
+            NotRunningError: ``MAX_FAULTS`` replicas have failed.
         """
         self._check_wanted()
         name = self._order.request_id
@@ -388,7 +387,7 @@ class ReplicatedDecoding:
 
 
 def merged(families: dict[str, list[Any]]) -> list[Any]:
-    """Return the metric families of replicas as one list, their samples labelled with the replica."""
+    """Return metric families by replica as one list; samples get the label ``replica``."""
     by_name: dict[str, Any] = {}
     for replica, of_replica in families.items():
         for family in with_labels(of_replica, replica=replica):

@@ -26,11 +26,12 @@ LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def on_loopback() -> Iterator[str]:
-    """Let ``ray.init`` in a ``with`` block take loopback addresses as they are, and yield that of a
-    local node.
+    """Let ``ray.init`` keep a loopback address inside the context, and yield the address for a
+    local node, 127.0.0.1.
 
-    Ray binds its ports to the address of the node. It would replace a loopback address by one that
-    other machines can reach, except on systems where Ray has no clusters.
+    Ray binds its ports to the node's address. ``ray.init`` replaces a loopback address by one that
+    other machines can reach, except on systems where Ray has no clusters. Inside the context, Ray
+    takes this system for one of those.
     """
     is_cluster = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -41,10 +42,11 @@ def on_loopback() -> Iterator[str]:
 
 
 def keep_replica_on_loopback() -> None:
-    """Keep the port of this process's Serve replica on the loopback interface, if the node has that
-    address.
+    """Keep the port of this process's Serve replica on the loopback interface, if the node's
+    address is 127.0.0.1.
 
-    Serve calls the constructor of a deployment first and then opens the port, on all interfaces.
+    Deployments call this in their constructor: Serve opens the port afterwards, normally on all
+    interfaces.
     """
     if ray.util.get_node_ip_address() != LOOPBACK:
         return
@@ -59,27 +61,28 @@ def keep_replica_on_loopback() -> None:
     replica.add_port_to_grpc_server = bind_to_loopback
 
 
-FAULTS = (RayError, RayServeException, StopAsyncIteration)  # a replica died, or there is none
-PARTS = 5  # of a time limit
+# Errors of a call whose replica died, or for which there is no replica
+FAULTS = (RayError, RayServeException, StopAsyncIteration)
+PARTS = 5  # number of waits into which next_within splits its time limit
 
 
 def call(method: Any, *arguments: Any) -> Any:
-    """Return the response of a replica's method, called under a new request id.
+    """Return the response of a replica's method, called under a new Serve request id.
 
-    Serve gives all calls made for one HTTP request the same id, and its routers confuse those under
-    way at once."""
+    Serve gives all calls made for one HTTP request the same id, and its routers confuse concurrent
+    calls that have the same id."""
     return contextvars.Context().run(method.remote, *arguments)
 
 
 async def next_within(
     stream: Any, limit_s: float, may_give_up: Callable[[], bool] = lambda: True
 ) -> Any:
-    """Return the next answer of a stream, or None if there is none within a time limit.
+    """Return the next answer of a stream, or None if it does not come within a time limit.
 
     Args:
-        limit_s: seconds. They are counted in parts, so that answers which arrive while this process
-            stands still are not missing when it goes on.
-        may_give_up: asked whenever the limit is over; if it returns False, the limit begins again.
+        limit_s: seconds. They are waited for in several parts, so that a process that was suspended
+            for longer still reads the answers that arrived meanwhile.
+        may_give_up: called whenever the limit is over; if it returns False, the limit begins again.
     """
     answer = asyncio.ensure_future(_next(stream))
     try:
@@ -99,8 +102,8 @@ async def _is_done(answer: asyncio.Future[Any], limit_s: float) -> bool:
 
 
 async def _next(stream: Any) -> Any:
-    """Return the next answer of a stream. Serve turns a task's cancellation into another error;
-    raise the original.
+    """Return the next answer of a stream. If the task is cancelled, raise CancelledError, where
+    Serve would raise its RequestCancelledError.
     """
     try:
         return await anext(stream)
@@ -108,41 +111,41 @@ async def _next(stream: Any) -> Any:
         raise asyncio.CancelledError from error
 
 
-REPORT_S = 0.5  # seconds between reports of a replica
+REPORT_S = 0.5  # seconds between two reports of a replica
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A request that is offered to a replica."""
+    """A request that a front offers to a replica, which answers Taken or Declined."""
 
-    replica: str  # name of the replica; another one gets the offer if it has just died
+    replica: str  # name of the replica; if it has just died, another one gets the offer
     order: Order
     need: Need
-    progress: Progress  # output so far, of replicas that served it before
+    progress: Progress  # output so far, from replicas that failed
     sender: str  # name of the front that sends it
-    number: int  # consecutive for each sender
+    number: int  # counts the offers of this sender
     must_guarantee: bool = False  # the replica declines it unless its SLOs can be guaranteed
 
 
 @dataclass(frozen=True)
 class ToReplica:
-    """First argument of any other call that is routed to one replica."""
+    """First argument of calls that are routed to one replica and are not offers."""
 
     replica: str
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Sign of life of a replica that has nothing else to send."""
+    """Keep-alive message of a replica that has nothing else to send."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """State of a replica, sent to every front twice a second."""
+    """Load of a replica, sent to every front twice a second."""
 
     replica: str
     load: ReplicaLoad
-    seen: dict[str, int]  # by sender, the number of the last offer that the load contains
+    seen: dict[str, int]  # by front: number of its last offer that the load includes
 
 
 @dataclass(frozen=True)
@@ -162,14 +165,14 @@ class Declined:
 
 @dataclass(frozen=True)
 class Failed:
-    """End of a request by an error that would occur on every replica."""
+    """Last message of a request that failed with an error that would occur on every replica."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class Broken:
-    """End of a replica's answers because the replica has failed; another one can resume from the
+    """Last message of a replica that has failed; another replica can resume the request from the
     updates so far.
     """
 
@@ -179,15 +182,14 @@ class Broken:
 
 @dataclass(frozen=True)
 class Update:
-    """Newly committed tokens of a request."""
+    """Tokens of a request that were committed since the last update."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs]  # one per token, empty unless requested
     metrics: RequestMetrics
     finish_reason: FinishReason | None  # None before the last update
-    prompt_logprobs: Sequence[
-        TokenLogprobs | None
-    ] = ()  # in the first update of each replica, if requested
+    # in the first update of each replica, if requested
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
 
 
 Answer = Taken | Declined | Failed | Broken | Update | Alive
@@ -201,5 +203,5 @@ class Description:
     generation_config: Any
     vocab_size: int
     max_len: int  # maximum tokens of prompt and output
-    max_nodes: int  # K/V slots that speculation needs in addition
+    max_nodes: int  # K/V slots per request for the nodes of its draft tree, in addition
     response_template: dict[str, Any] | None

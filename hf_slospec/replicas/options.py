@@ -1,4 +1,4 @@
-"""Options of a replicated server: those of a server, and those of its replicas."""
+"""Options of a server with replicas: a server's options, and number and routing of replicas."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.server.model_options import AUTO
 from hf_slospec.server.options import ServerOptions
 
-HEAD = "node:__internal_head__"  # a resource that Ray gives to the head of a cluster
-OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)\b")  # an option of the command line
+HEAD = "node:__internal_head__"  # a resource that Ray defines on a cluster's head node
+OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)\b")  # a command-line option in an error message
 
 
 class ReplicaOptions(ServerOptions):
-    """Options of :func:`~hf_slospec.replicas.app`; those of models and server are those of
-    ``hf_slospec serve``.
+    """Options of :func:`~hf_slospec.replicas.app`: the model and server options of
+    ``hf_slospec serve``, and options of replicas.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -131,7 +131,11 @@ class ReplicaOptions(ServerOptions):
 
     @classmethod
     def of(cls, options: ReplicaOptions | dict[str, Any]) -> ReplicaOptions:
-        """Return the options, converted if they are a dict; raises InvalidInputError."""
+        """Return ``options``; if it is a dict of fields, validate and convert it.
+
+        Raises:
+            InvalidInputError: an option is invalid, or the argument has another type.
+        """
         if isinstance(options, ReplicaOptions):
             return options
         if not isinstance(options, dict):
@@ -143,7 +147,9 @@ class ReplicaOptions(ServerOptions):
 
 @contextmanager
 def names_of_fields() -> Iterator[None]:
-    """Write options in errors as fields: ``share_texts`` where the message has ``--share-texts``."""
+    """Replace command-line options by field names in messages of InvalidInputError:
+    ``--share-texts`` becomes ``share_texts``.
+    """
     try:
         yield
     except InvalidInputError as error:

@@ -40,21 +40,22 @@ from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.loading import load_generator
 from hf_slospec.server.serve import SWITCH_S
 
-logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
-# In one call; a replica that is to end waits for its calls, also for those of fronts that died
+# Serve's handlers add the names of the replica and the request to each line
+logger = logging.getLogger("ray.serve")
+# Reports per call of `reports`. The number is limited because a replica that is to stop waits for
+# all calls, also for those of fronts that died.
 NUM_REPORTS = 20
-# seconds after which a replica that is not asked for ends itself; between checks of this
-ORPHAN_S = 60.0
-TICK_S = 5.0
-MAX_LEFT = 1000  # offers that were left and are remembered, as their calls may still arrive
-RECENT_S = 60.0  # seconds in which missed SLOs are counted
+ORPHAN_S = 60.0  # seconds after which a replica that neither Serve nor a front calls ends itself
+TICK_S = 5.0  # seconds between checks whether a replica must end itself
+MAX_LEFT = 1000  # cancelled offers that are remembered, as their calls may still arrive
+RECENT_S = 60.0  # requests that ended longer ago, in seconds, do not count for autoscaling
 
 
 class ModelReplica:
-    """Deployment of the models. Its methods are called by the front and by Serve."""
+    """Deployment that holds the models and decodes. Fronts and Serve call its methods."""
 
     def __init__(self, options: ReplicaOptions):
-        """Load the models, measure them, and start the batcher."""
+        """Load the models, measure their latencies, and start the batcher."""
         sys.setswitchinterval(SWITCH_S)
         keep_replica_on_loopback()
         if options.threads is not None:
@@ -66,16 +67,14 @@ class ModelReplica:
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed
-        self._num_ticks = 0  # since Serve or a front has asked for the replica
-        self._handles: dict[
-            tuple[str, int], RequestHandle | None
-        ] = {}  # by sender and number of the offer
-        # Sender and number of the last offers that fronts have left.
+        self._num_ticks = 0  # ticks of TICK_S since Serve or a front last called the replica
+        # by sender and number of the offer; None until the request is submitted
+        self._handles: dict[tuple[str, int], RequestHandle | None] = {}
+        # sender and number of the last offers that fronts have cancelled
         self._left: deque[tuple[str, int]] = deque(maxlen=MAX_LEFT)
-        self._seen: dict[str, int] = {}  # by sender, the number of the last offer taken or declined
-        self._recent: deque[tuple[float, bool]] = (
-            deque()
-        )  # requests with SLOs: end in seconds, is_missed
+        self._seen: dict[str, int] = {}  # by sender: number of the last offer taken or declined
+        # requests with SLOs: time of the end in seconds, is_missed
+        self._recent: deque[tuple[float, bool]] = deque()
         _end_when_orphaned(self)
 
     # ---- for the front
@@ -95,7 +94,7 @@ class ModelReplica:
         }
         order = replace(offer.order, arguments=arguments)
         key = (offer.sender, offer.number)
-        if key in self._left:  # the call arrives after the report of its end
+        if key in self._left:  # cancelled before this call arrived
             return
         handle = self._handles[key] = None
         try:
@@ -134,7 +133,7 @@ class ModelReplica:
         return list(self.generator.collector(prefix).collect())
 
     def _fault(self) -> NotRunningError | None:
-        """Return the error that keeps requests from being taken; None if they are."""
+        """Return the error with which the batcher refuses requests; None if it runs."""
         try:
             self.generator.check_running()
         except NotRunningError as error:
@@ -147,10 +146,12 @@ class ModelReplica:
     async def reports(
         self, address: ToReplica, sender: str, left: Collection[int]
     ) -> AsyncIterator[Report | Alive]:
-        """Yield a report twice a second, for some time; during a long step only a sign of life.
+        """Yield a report every ``REPORT_S`` seconds, or ``Alive`` during a long step; end after
+        ``NUM_REPORTS`` of them.
 
         Args:
-            left: numbers of offers of ``sender`` that are to be dropped, with their requests.
+            sender: name of the front that calls.
+            left: numbers of this front's offers to cancel, with their requests.
         """
         self._num_ticks = 0
         for number in left:
@@ -178,7 +179,7 @@ class ModelReplica:
     # ---- for Serve
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the gauges that the autoscaling policy decides by."""
+        """Return the gauges from which ``wanted_replicas`` computes the number of replicas."""
         stats = self.generator.stats()
         load = await self.generator.aload()
         self._forget_old()
@@ -197,20 +198,19 @@ class ModelReplica:
             self._recent.popleft()
 
     def is_wanted_after_tick(self) -> bool:
-        """Count ``TICK_S`` seconds, and return False if the replica is idle and was not asked for
-        ``ORPHAN_S``.
+        """Count a tick, and return False if the replica has no requests and neither Serve nor a
+        front has called it for ``ORPHAN_S`` seconds.
 
-        Ticks are counted, not seconds, as a process that stood still finds the questions of that
-        time afterwards."""
+        Ticks are counted because the clock goes on while the process is suspended, and calls of
+        that time are handled only afterwards."""
         self._num_ticks = 0 if self._handles else self._num_ticks + 1
         return self._num_ticks * TICK_S <= ORPHAN_S
 
     def check_health(self) -> None:
-        """Raise NotRunningError if the batcher has died, or one of its steps takes longer than
-        ``hang_s``.
+        """Raise NotRunningError if the batcher has died, or a step takes longer than ``hang_s``.
 
-        The process exits at the second failed check, so that other replicas resume its requests at
-        once: Serve would first wait ``drain_s`` for them to finish, which they cannot.
+        At the second failed check the process exits, so that other replicas resume its requests at
+        once. Serve would first wait ``drain_s`` seconds for the requests, which cannot finish.
         """
         self._num_ticks = 0
         try:
@@ -224,10 +224,10 @@ class ModelReplica:
 
 
 def _end_when_orphaned(replica: ModelReplica) -> None:
-    """Start a thread that ends the process once the replica has no requests and is not asked for.
+    """Start a thread that ends the process once the replica has no requests and is not called.
 
-    Serve stops a replica that it cannot reach, but its order to end the process can be lost on the
-    way. The process would go on for ever and keep its CPUs and GPUs.
+    Serve stops a replica that it cannot reach, but its message to end the process may be lost, too.
+    The process would then run forever and keep its CPUs and GPUs.
     """
 
     def watch() -> None:
@@ -245,7 +245,7 @@ def _end_when_orphaned(replica: ModelReplica) -> None:
 async def _with_signs_of_life(
     updates: AsyncIterator[Update], pause_s: float
 ) -> AsyncGenerator[Update | Alive]:
-    """Yield the updates, and a sign of life whenever there has been none for ``pause_s``."""
+    """Yield the updates, and ``Alive`` whenever none has come for ``pause_s`` seconds."""
     update = asyncio.ensure_future(anext(updates, None))
     try:
         while True:
@@ -263,13 +263,18 @@ async def _with_signs_of_life(
 
 
 async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:
-    """Yield a request's output as it is committed, without the first ``num_known`` tokens."""
+    """Yield a request's output as it is committed, without the first ``num_known`` tokens, which
+    the front has already.
+    """
     num_tokens = 0
     is_first = True
     async for tokens, is_last in handle.asteps():
         new = tokens[max(num_known - num_tokens, 0) :]
         num_tokens += len(tokens)
-        is_whole = handle.finish_reason in ("stop", "length")  # otherwise an error follows
+        is_whole = handle.finish_reason in (
+            "stop",
+            "length",
+        )  # otherwise asteps raises an error next
         if new or is_whole:
             reason = handle.finish_reason if is_last and is_whole else None
             of_prompt = handle.prompt_logprobs if is_first else ()
@@ -292,6 +297,6 @@ def _own_name() -> str:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or one with the same text if the receiver may not know its class."""
+    """Return the error, or a RuntimeError with its text if the receiver may lack its class."""
     is_known = isinstance(error, SLOSpecError) or type(error).__module__ == "builtins"
     return error if is_known else RuntimeError(f"{type(error).__name__}: {error}")

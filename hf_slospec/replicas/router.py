@@ -11,10 +11,10 @@ from hf_slospec.replicas.messages import Offer, ToReplica
 
 
 class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Router that passes a call to the replica that its first argument names.
+    """Router that passes a call to the replica that the call's first argument names.
 
-    Requests are matched to the replica that was chosen for them, so Serve's FIFO mixin, which gives
-    a replica to the request that waits longest, must not be mixed in.
+    Each call must get the replica that was chosen for it. So Serve's FIFO mixin, which gives a
+    replica to the call that has waited longest, must not be mixed in.
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -33,17 +33,17 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the named replica, or all of them if the call names none or is an offer to one
-        that has just died.
+        """Return the replica that the call names; return all replicas if the call names none, or is
+        an offer to a replica that has just died.
 
-        Serve would ask a replica for the length of its queue first, and let at most two calls per
-        replica wait for such answers. One that does not answer would hold up the calls of all, so
-        the length is set: there is no limit to it."""
+        Without a cached queue length, Serve would first ask a replica for its length, with at most
+        two such calls in flight per replica. A replica that does not answer would delay all calls,
+        so this caches the length 0; queues have no limit here."""
         for replica in candidate_replicas:
             self.replica_queue_len_cache.update(replica.replica_id, 0)
         address: Any = None
         if pending_request is not None:
-            # If no replica can be reached, wait
+            # Try again with a growing delay while no replica can be reached
             pending_request.routing_context.should_backoff = True
             address = next(iter(pending_request.args), None)
         if isinstance(address, Offer | ToReplica):

@@ -1,5 +1,5 @@
-"""Start of a replicated server from the command line: in a local Ray, or in the cluster that
-RAY_ADDRESS names.
+"""Start of a server with replicas from the command line: in a local Ray, or in the cluster that
+RAY_ADDRESS names. ``application.py`` has the deployments.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from hf_slospec.server.options import ServeOptions, ServerOptions
 from hf_slospec.server.serve import requests_to_try
 
 APP = "hf_slospec"
-EVERY_ADDRESS = ("0.0.0.0", "::")
-OBJECT_STORE_BYTES = 100 * 2**20  # for a local Ray, as requests and tokens are small
+EVERY_ADDRESS = ("0.0.0.0", "::")  # hosts that mean all network interfaces
+OBJECT_STORE_BYTES = 100 * 2**20  # for a local Ray; little, as requests and tokens are small
 FRONT_CPUS = 1  # CPUs of a local Ray besides those of replicas
 
 
 def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
-    """Return the options of ``hf_slospec serve --replicas``.
+    """Return the options of ``hf_slospec serve --replicas``; in a local Ray, replicas share the
+    cores equally.
 
     Raises:
         InvalidInputError: an option is invalid.
@@ -56,12 +57,11 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
 
 @contextmanager
 def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -> Iterator[str]:
-    """Serve in a ``with`` block, and yield the address; at its end requests in progress are
-    finished.
+    """Serve inside the context, and yield the address; at the end, finish the requests in progress.
 
-    A Ray that this function started ends with the block; a cluster keeps running without the
-    application. If Serve runs already in the cluster, it keeps its address and ignores ``host`` and
-    ``port``.
+    A local Ray that this function started is stopped at the end; a cluster keeps running without
+    the application. If Serve already runs in the cluster, it keeps its address, and ``host`` and
+    ``port`` have no effect.
 
     Raises:
         InvalidInputError: a model cannot be found.
@@ -74,8 +74,8 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
         _check_here(options, host, port)
     folder = _join_or_start(options) if is_ours else None
     try:
-        # Proxies of other machines could not listen at a single address of this one, and would be
-        # restarted for ever.
+        # Proxies on other machines could not listen at one address of this machine, and Serve would
+        # restart them forever.
         location = "EveryNode" if host in EVERY_ADDRESS else "HeadOnly"
         serve.start(location, {"host": host, "port": port, "root_path": root_path})
         try:
@@ -92,12 +92,12 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
                 serve.shutdown()
             ray.shutdown()
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # after an error its logs may say why
+        shutil.rmtree(folder, ignore_errors=True)  # kept after an error: its logs may say why
 
 
 def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
-    """Check models, drafter and port now; in the processes of a local Ray they would fail after a
-    minute.
+    """Check that models and drafter can be found and the port is free; in the processes of a local
+    Ray, errors would appear only after a minute.
     """
     for name in (options.target, options.assistant):
         if name is not None:
@@ -133,16 +133,16 @@ def _is_chat(options: ReplicaOptions) -> bool:
 
 
 def _join_or_start(options: ReplicaOptions) -> str | None:
-    """Start a local Ray and return its folder, or join the cluster and return None."""
+    """Start a local Ray and return its folder, or join RAY_ADDRESS's cluster and return None."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # On a busy machine a proxy may not be ready after 5 s; Serve's controller then ends it and does
     # not try again.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     if "RAY_ADDRESS" in os.environ:
-        with on_loopback():  # the address may be that of a Ray on loopback
+        with on_loopback():  # RAY_ADDRESS may be a loopback address
             ray.init(log_to_driver=False)
         return None
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets need short paths
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of Unix sockets must be short
     with on_loopback() as address:
         ray.init(
             address="local",
@@ -157,7 +157,7 @@ def _join_or_start(options: ReplicaOptions) -> str | None:
 
 
 def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], None]) -> None:
-    """Serve with replicas until a signal ends it, and finish the requests that have begun.
+    """Serve with replicas until SIGINT or SIGTERM, and finish the requests in progress.
 
     Raises:
         InvalidInputError: an option is invalid.

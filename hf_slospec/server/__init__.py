@@ -1,1 +1,1 @@
-"""HTTP server with OpenAI's interface."""
+"""HTTP server with OpenAI's APIs (completions, chats, responses) and Anthropic's Messages API."""

@@ -1,5 +1,5 @@
-"""Access control: API keys with their limits and cache salts, and the requests that web pages may
-make.
+"""Access control: API keys with their limits and cache salts, and refusal of requests that other
+sites' web pages send.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ ANY = "*"  # in allowed_origins or allowed_hosts: all are allowed
 
 @dataclass(frozen=True)
 class Tenant:
-    """Clients that share an API key: their limits, and the salt that separates their K/V from that
-    of other keys.
+    """All clients that use one API key. Their requests have the same limits, and share no K/V with
+    requests of other keys.
     """
 
     limits: SLOLimits
-    key: str  # empty if all clients are one tenant
+    key: str  # the API key; empty if all clients are one tenant
     secret: bytes  # salts are derived from it; all processes of the server share it
-    name: str = ""  # does not reveal the key
+    name: str = ""  # identifies the key without revealing it; for fair scheduling
 
     def arguments(
         self, body: SamplingBody, headers: Mapping[str, str], objective: Objective
     ) -> dict[str, Any]:
-        """Return the arguments of ``submit`` that depend on the tenant, or on the request's
-        objective.
+        """Return the arguments of ``submit`` that depend on the tenant or the request's objective:
+        SLOs, priority, ``best_effort`` and cache salt.
 
         Raises:
             InvalidInputError: the request asks for more than the key allows.
@@ -63,9 +63,10 @@ class Tenant:
         return slos | ranks | {"cache_salt": self.salt(body.cache_salt)}
 
     def salt(self, requested: str) -> str:
-        """Return the cache salt: a hash of the key and of the salt that the request asks for.
+        """Return the cache salt for ``submit``: a hash of the API key and the requested salt.
 
-        It depends on the server's secret, so no client can choose a salt that equals another key's.
+        It depends on the server's secret, so no client can request a salt that gives the same hash
+        as another key. Empty if there is neither key nor requested salt.
         """
         if not self.key and not requested:
             return ""
@@ -75,12 +76,11 @@ class Tenant:
 
 
 class ServerSettings(AccessOptions):
-    """Settings of the HTTP application."""
+    """Settings of the HTTP application: its access options, and the name of the model."""
 
     model_name: str
-    secret: bytes = Field(
-        default_factory=partial(secrets.token_bytes, 32), repr=False
-    )  # from which salts are derived
+    # key of the hashes that are used as cache salts
+    secret: bytes = Field(default_factory=partial(secrets.token_bytes, 32), repr=False)
 
     @classmethod
     def of(cls, options: ServerOptions) -> ServerSettings:
@@ -88,15 +88,14 @@ class ServerSettings(AccessOptions):
         return cls(model_name=options.name, **access | {"allowed_hosts": options.hosts})
 
     def tenant(self, header: str) -> Tenant | None:
-        """Return the tenant of an Authorization header, in a time that does not depend on the key;
-        None if the key is missing or wrong.
+        """Return the tenant of an Authorization header; None if its key is missing or wrong. The
+        time does not depend on the key, so that it cannot be guessed from response times.
         """
         if not self.api_keys:
             return Tenant(self.limits, "", self.secret)
         scheme, _, credentials = header.partition(" ")
-        sent = (
-            credentials.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        )  # the encoding of headers
+        # latin-1 is the encoding of HTTP headers
+        sent = credentials.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         tenant = None
         for number, (key, limits) in enumerate(self.api_keys.items()):
             if hmac.compare_digest(key.encode(), sent):
@@ -106,11 +105,11 @@ class ServerSettings(AccessOptions):
 
 
 class OwnPagesOnly:
-    """ASGI middleware for a server without keys: refuses requests that other sites' pages make
-    visitors' browsers send.
+    """ASGI middleware for a server without API keys: refuses requests that a browser sends on
+    behalf of another site's web page.
 
-    A browser reaches addresses that those sites cannot. Its requests have the page's site in the
-    header Origin or, after DNS rebinding, in Host. Other clients send no Origin.
+    A visitor's browser may reach this server where the site cannot. Its requests name the site in
+    the header Origin or, after DNS rebinding, in Host. Clients other than browsers send no Origin.
     """
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str], allowed_hosts: Sequence[str]):
@@ -144,8 +143,8 @@ class OwnPagesOnly:
         return None
 
     def _is_this_server(self, host: str) -> bool:
-        """Return True if a Host header names this server and cannot be another site's name for its
-        address.
+        """Return True if a Host header is an address, a loopback name or an allowed name. Any other
+        name may be another site's, which resolves to this server's address (DNS rebinding).
         """
         if ANY in self._hosts:
             return True

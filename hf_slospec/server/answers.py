@@ -1,7 +1,8 @@
-"""Answers in the form of OpenAI's chats and completions, whole and as the chunks of a stream.
+"""Responses in the format of OpenAI's chats and completions, whole or as chunks of a stream, and
+the base class of other APIs' responses.
 
-They are plain dicts: OpenAI's types take a millisecond per chunk. The tests parse every answer with
-these types."""
+They are plain dicts, as OpenAI's types would take a millisecond per chunk. The tests parse every
+response with OpenAI's types."""
 
 from __future__ import annotations
 
@@ -19,20 +20,19 @@ from hf_slospec.server.chats import ChatBody
 from hf_slospec.server.choices import Choice, Piece
 from hf_slospec.server.tool_calls import AnswerParts
 
-_encode = json.JSONEncoder(
-    separators=(",", ":"), ensure_ascii=False
-).encode  # json.dumps would make one per event
+# With these options, json.dumps would make a new encoder for every event
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 SLO_ANSWER_HEADERS = ("x-slo-guaranteed", "x-slo-attained")
-IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
+IMPOSSIBLE = -9999.0  # log probability in place of -inf, as in OpenAI's responses
 
 
 def event(body: dict[str, Any]) -> str:
-    """Return a server-sent event."""
+    """Return a server-sent event without a name."""
     return f"data: {_encode(body)}\n\n"
 
 
 def named_event(body: dict[str, Any]) -> str:
-    """Return a server-sent event with the name that its body has as type."""
+    """Return a server-sent event whose name is the ``type`` of its body."""
     return f"event: {body['type']}\n{event(body)}"
 
 
@@ -40,10 +40,10 @@ DONE = "data: [DONE]\n\n"
 
 
 class Answer:
-    """Answer to a completion or chat."""
+    """Response to a completion or chat in OpenAI's format."""
 
     def __init__(self, model: str, body: SamplingBody, token_bytes: Callable[[int], bytes]):
-        """``token_bytes`` returns the UTF-8 bytes of a token id, which may be part of a character."""
+        """``token_bytes`` returns a token's UTF-8 bytes, which may be only part of a character."""
         self.model = model
         self.is_chat = isinstance(body, ChatBody)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -55,7 +55,7 @@ class Answer:
         self._includes_usage = options.include_usage or options.continuous_usage_stats
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the answer of a request that is not streamed; ``pieces`` has the whole output of
+        """Return the body of a response that is not streamed; ``pieces`` has the complete output of
         each choice.
         """
         entries = [
@@ -68,11 +68,11 @@ class Answer:
         return self._head(name) | {"choices": entries} | self._totals(choices)
 
     def begin(self, choices: Sequence[Choice]) -> str:
-        """Return the events before the output."""
+        """Return the events to send before the first piece of output."""
         return ""
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
-        """Return the events of a piece, which may be the first one of its choice."""
+        """Return the event for a piece; ``is_first`` if its choice has sent none before."""
         role = {"role": "assistant"} if is_first else {}
         body: dict[str, Any] = {
             "choices": [self._choice(piece, "delta", role | _delta(piece.parts))]
@@ -82,24 +82,24 @@ class Answer:
         return event(self._chunk(body))
 
     def end(self, choices: Sequence[Choice]) -> str:
-        """Return the last chunk of a stream with ``include_usage``, and the end."""
+        """Return the events that end a stream: the usage if it was requested, and ``[DONE]``."""
         if not self._includes_usage:
             return DONE
         return event(self._chunk({"choices": []} | self._totals(choices))) + DONE
 
     def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
-        """Return the last events of a stream that an error ends, given in OpenAI's form."""
+        """Return the events that end a stream with an error, which is given in OpenAI's format."""
         return event(error) + DONE
 
     def token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the log probabilities of a piece's tokens in the form of chats; none unless
-        requested.
+        """Return the log probabilities of a piece's tokens in the format of chats; an empty list
+        unless they were requested.
         """
         entries: list[dict[str, Any]] = (self._chat_logprobs(piece) or {"content": []})["content"]
         return entries
 
     def _totals(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the final usage, and its measurements once more beside it, where vLLM has them."""
+        """Return the final usage, and its metrics again as a field of the body, as vLLM does."""
         final = whole_usage(choices)
         return {"usage": final, "metrics": final["metrics"]}
 
@@ -110,8 +110,8 @@ class Answer:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | body
 
     def _choice(self, piece: Piece, field: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice: of a chat, with the message under the key ``field``; of a completion,
-        with the text.
+        """Return one of the body's ``choices``: in a chat, with the message under the key
+        ``field``; in a completion, with the text.
         """
         entry: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
         if self.is_chat:
@@ -141,7 +141,7 @@ class Answer:
         }
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        """Return log probabilities of a completion's tokens in the legacy form."""
+        """Return the field ``logprobs`` of a completion, in OpenAI's legacy format."""
         if not self.wants_logprobs:
             return None
         return {
@@ -157,7 +157,7 @@ class Answer:
         }
 
     def _name(self, token: int) -> str:
-        """Return the text of a token, or OpenAI's form for part of a character."""
+        """Return a token's text, or ``bytes:`` and the escaped bytes of part of a character."""
         data = self._token_bytes(token)
         try:
             return data.decode()
@@ -165,9 +165,9 @@ class Answer:
             return "bytes:" + data.decode(errors="backslashreplace")
 
     def _top(self, token: int, scores: TokenLogprobs) -> dict[str, float]:
-        """Return the log probabilities at a token's position by text, its own included.
+        """Return the log probabilities of a token and of the top tokens at its position, by text.
 
-        Of several tokens with one text, the others have vLLM's name for ids.
+        If several tokens have the same text, all except the first are named by id, as in vLLM.
         """
         per_token = dict(scores.top) | {token: scores.logprob}
         names: dict[str, int] = {}
@@ -183,10 +183,11 @@ Events = Iterator[dict[str, Any]]
 
 
 class BlockAnswer(ABC):
-    """Answer with one choice as a list of blocks, which are reasoning, texts and tool calls in the
-    order of the output.
+    """Response with one choice as a list of blocks: sections of reasoning, of text, and tool calls,
+    in the order of the output.
 
-    The events of a stream build the blocks; whole answers are what they have built.
+    The methods that yield the events of a stream also build ``blocks``. Responses that are not
+    streamed use the same methods and drop the events.
     """
 
     wants_logprobs = False
@@ -195,11 +196,11 @@ class BlockAnswer(ABC):
         self.model = model
         self.id = id
         self.blocks: list[dict[str, Any]] = []
-        self._kind: str | None = None  # kind of the last block, while more text may follow
+        self._kind: str | None = None  # kind of the last block; None: it has ended
         self.finish_reason: str | None = None
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the answer of a request that is not streamed; ``pieces`` has the whole output."""
+        """Return the body of a response that is not streamed; ``pieces[0]`` is all output."""
         self.chunk(pieces[0], choices, is_first=True)
         return self.body(choices)
 
@@ -237,7 +238,7 @@ class BlockAnswer(ABC):
 
     @abstractmethod
     def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the response body with the blocks so far."""
 
     @abstractmethod
     def opened(self, kind: str) -> Events:
@@ -273,7 +274,7 @@ def _message(parts: AnswerParts) -> dict[str, Any]:
 
 
 def _delta(parts: AnswerParts) -> dict[str, Any]:
-    """Return the fields of a message's next chunk."""
+    """Return the field ``delta`` of a chunk of a chat."""
     fields: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
     if parts.tool_calls:
         fields["tool_calls"] = parts.tool_calls
@@ -281,12 +282,12 @@ def _delta(parts: AnswerParts) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    """Return a log probability that JSON can represent."""
+    """Return a log probability, or ``IMPOSSIBLE`` for -inf, which JSON lacks."""
     return max(logprob, IMPOSSIBLE)
 
 
 def whole_usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the final usage, with the measurements of every choice if there are several."""
+    """Return the usage of a finished response; with several choices, with the metrics of each."""
     final = usage(choices)
     if len(choices) > 1:
         final["metrics"]["choices"] = [
@@ -296,10 +297,9 @@ def whole_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return counts of tokens, and the measurements of the first choice."""
-    firsts = {
-        id(choice.prompt): choice for choice in reversed(choices)
-    }.values()  # the first choice of each prompt
+    """Return the field ``usage``: counts of tokens so far, and the metrics of the first choice."""
+    # the first choice of each prompt, as prompts count once
+    firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()
     prompt = sum(len(choice.prompt) for choice in firsts)
     cached = sum(choice.decoding.metrics.reused for choice in firsts)
     completion = sum(len(choice.tokens) for choice in choices)
@@ -325,7 +325,7 @@ def _served_by(choice: Choice) -> dict[str, str]:
 
 
 def measurements(metrics: RequestMetrics) -> dict[str, Any]:
-    """Return the measurements of a request under the names that vLLM's clients read, and its SLOs."""
+    """Return a request's measurements, where possible under vLLM's names, and its SLOs."""
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(1e3 * seconds, 3)
@@ -357,8 +357,8 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def slo_headers(choices: Sequence[Choice]) -> dict[str, str]:
-    """Return headers that say whether the SLOs of all choices were guaranteed and attained
-    (``none`` without SLOs).
+    """Return the response headers that say whether the SLOs of all choices were guaranteed, and
+    whether they were attained (``none`` if there are no SLOs).
     """
     per_choice = [choice.decoding.metrics for choice in choices]
     attained = [metrics.attained for metrics in per_choice if metrics.attained is not None]
@@ -372,5 +372,5 @@ def slo_headers(choices: Sequence[Choice]) -> dict[str, str]:
 def error_body(
     message: str, kind: str, param: str | None = None, code: str | int | None = None
 ) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+    """Return the body of an error response in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,4 +1,6 @@
-"""Anthropic's Messages API: its bodies, translated into chats, and its answers, events and errors."""
+"""Anthropic's Messages API: request bodies, translated into chats, and responses, stream events and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +56,15 @@ class ImageBlock(_Block):
 
 
 class ThinkingBlock(ClosedModel):
-    """Earlier reasoning of the model."""
+    """Reasoning of the model in an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""  # ignored: there is none
+    signature: str = ""  # ignored: this server signs nothing
 
 
 class ToolUseBlock(_Block):
-    """A tool call that the model has made."""
+    """A tool call of the model in an earlier turn."""
 
     type: Literal["tool_use"]
     id: str
@@ -86,7 +88,7 @@ class ToolResultBlock(_Block):
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return it as a message of a chat, with ``is_error`` for chat templates that read it."""
+        """The result as a message of a chat; some chat templates read ``is_error``."""
         message = {
             "role": "tool",
             "tool_call_id": self.tool_use_id,
@@ -111,8 +113,8 @@ class TurnMessage(ClosedModel):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Return it as messages of a chat: results of tools are messages of their own, and come
-        first.
+        """The turn as messages of a chat: first a message for each tool result, then one with the
+        other blocks.
         """
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
@@ -147,7 +149,7 @@ class CustomTool(_Block):
 
 
 class ToolChoice(ClosedModel):
-    """Tools that the model may or must call."""
+    """Says whether tool calls are allowed (auto), required (any) or forbidden (none)."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool = False
@@ -168,8 +170,8 @@ class ToolByName(ClosedModel):
 
 
 class Thinking(ClosedModel):
-    """Options of reasoning. They have no effect: the chat template decides, and its variables may
-    be given.
+    """Options of reasoning, which are ignored: reasoning depends on the chat template, whose
+    variables can be set by ``chat_template_kwargs``.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -213,7 +215,7 @@ class CountTokensBody(ForeignBody):
             "chat_template_kwargs": self.chat_template_kwargs,
             "tools": self.tools and [tool.tool for tool in self.tools],
         }
-        if messages[-1]["role"] == "assistant":  # the beginning of the answer
+        if messages[-1]["role"] == "assistant":  # the beginning of the output
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if (choice := self.tool_choice) is not None:
             fields["tool_choice"] = choice.choice
@@ -320,7 +322,9 @@ class MessageAnswer(BlockAnswer):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return arguments as an object, as a field of one if the model wrote something else."""
+    """Return a tool call's arguments as an object; if the model wrote no object, return one whose
+    field ``arguments`` has what it wrote.
+    """
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -329,7 +333,9 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def anthropic_error(error: dict[str, Any], status: int = 500, message: str = "") -> dict[str, Any]:
-    """Return an error in Anthropic's form, given in OpenAI's; ``message`` replaces its message."""
+    """Return an error in Anthropic's format, converted from OpenAI's; ``message``, if not empty,
+    replaces its message.
+    """
     kind = error["error"]["type"]
     message = message or error["error"]["message"]
     kind = "request_too_large" if status == 413 else ERROR_TYPES.get(kind, kind)

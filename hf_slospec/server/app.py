@@ -1,4 +1,6 @@
-"""The HTTP application: OpenAI's endpoints on an engine."""
+"""The FastAPI application with all endpoints, for an engine. Completions and chats are in
+``completions.py``.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,14 @@ from hf_slospec.server.reading import (
 from hf_slospec.server.responses import ResponsesBody
 from hf_slospec.server.schemas import SchemaCheck
 
-EXPOSED_HEADERS = (
-    "Retry-After",
-    *SLO_ANSWER_HEADERS,
-)  # which web pages of allowed origins may read
+# Response headers that web pages of allowed origins may read
+EXPOSED_HEADERS = ("Retry-After", *SLO_ANSWER_HEADERS)
 OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that never need an API key
 WHILE_STOPPING = ("/metrics", "/version")  # paths that are answered after the signal to stop
 
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
-    """Return the application that serves an engine."""
+    """Return the FastAPI application that serves an engine."""
     app = FastAPI(
         title="hf_slospec", version=hf_slospec.__version__, docs_url=None, redoc_url=None,
         dependencies=[Depends(check_framing)],
@@ -51,7 +51,7 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     schemas = SchemaCheck(settings.bounds)
     completions = Completions(reader, templates, schemas)
     small = _SmallEndpoints(reader, templates, schemas)
-    # read by the connections
+    # read by ImpatientProtocol, and by check_running
     app.state.reader_s = settings.bounds.reader_s
     app.state.counts = reader.counts
     app.state.is_stopping = False
@@ -103,8 +103,8 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
 
 
 async def _answer_fault(request: Request, error: Exception) -> Response:
-    """Return the answer to an error in the form of the API that was called, as a FastAPI exception
-    handler.
+    """Handle an exception as FastAPI's exception handler: return an error in the format of the API
+    that was called.
     """
     fault = fault_of(error)
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
@@ -115,15 +115,15 @@ async def _answer_fault(request: Request, error: Exception) -> Response:
 
 
 def _described(body: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return a body's OpenAPI description, and add the schemas that it refers to."""
+    """Return a body's OpenAPI description; put schemas that it refers to into ``definitions``."""
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions |= schema.pop("$defs", {})
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 def _add_definitions(app: FastAPI, definitions: dict[str, Any]) -> None:
-    """Add schemas that bodies refer to; FastAPI does not know them, as the endpoints read the
-    bodies themselves.
+    """Add ``definitions``, the schemas that request bodies refer to, to the OpenAPI description.
+    FastAPI does not know these schemas, as the endpoints read the bodies themselves.
     """
     make = app.openapi
 
@@ -136,7 +136,7 @@ def _add_definitions(app: FastAPI, definitions: dict[str, Any]) -> None:
 
 
 class _SmallEndpoints:
-    """Endpoints of tokens, the model, health and metrics."""
+    """Endpoints for tokenizing, information about model and tokenizer, health and metrics."""
 
     def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
         self.reader = reader
@@ -175,8 +175,8 @@ class _SmallEndpoints:
         return JSONResponse({"prompt": self.engine.tokenizer.decode(body.tokens)})
 
     async def tokenizer_info(self) -> Response:
-        """Return the tokenizer's class, special tokens and chat template; raises Fault if they are
-        not wanted.
+        """Return the tokenizer's class, special tokens and chat template; raises Fault if the
+        server was started without ``--tokenizer-info``.
         """
         if not self.settings.tokenizer_info:
             text = "this server does not describe its tokenizer; start it with --tokenizer-info"
@@ -191,7 +191,7 @@ class _SmallEndpoints:
         )
 
     async def load_model(self, request: Request, body: LoadBody) -> Response:
-        """Return that the model is loaded, which ``transformers chat`` asks first."""
+        """Return an event that says that the model is loaded, for which ``transformers chat`` waits."""
         return Response(event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     async def models(self) -> Response:
@@ -211,7 +211,7 @@ class _SmallEndpoints:
         }
 
     async def health(self) -> Response:
-        """Return status 200 if requests are taken."""
+        """Return status 200 if the engine runs; otherwise raise NotRunningError."""
         self.engine.check_running()
         return Response(status_code=200)
 
@@ -222,7 +222,10 @@ class _SmallEndpoints:
         from prometheus_client import CollectorRegistry, generate_latest
 
         of_engine = await self.engine.families(self.settings.metrics_prefix)
-        labels = {"model_name": self.settings.model_name, "engine": "0"}  # as those of vLLM
+        labels = {
+            "model_name": self.settings.model_name,
+            "engine": "0",
+        }  # the labels of vLLM's metrics
         families = [*with_labels(of_engine, **labels), *self._families()]
         registry = CollectorRegistry()
         registry.register(Collector(lambda: iter(families)))
@@ -231,7 +234,7 @@ class _SmallEndpoints:
         )
 
     def _families(self) -> Iterator[Any]:
-        """Yield the metric families of the server itself."""
+        """Yield metric families of the server itself; the engine has more."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         prefix = self.settings.metrics_prefix

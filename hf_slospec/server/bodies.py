@@ -1,5 +1,6 @@
-"""Request bodies: OpenAI's fields, vLLM's extra fields and SLOs. Unknown fields are refused by
-name.
+"""Request bodies: the fields that all APIs share, and completions. Chats are in ``chats.py``.
+
+Bodies have OpenAI's fields, vLLM's extra fields and SLOs. An unknown field is an error.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hf_slospec.request.slo import SLOStage
 
-# fail_fast: the validation errors of a million items would take gigabytes.
+# fail_fast stops at the first invalid item: errors for a million items would take gigabytes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1)]
 
 
 class ClosedModel(BaseModel):
-    """Model that refuses unknown fields. Null is the same as leaving a field out, as many clients
-    send it.
+    """Pydantic model that refuses unknown fields. A field that is null counts as left out, as many
+    clients send nulls.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -40,7 +41,7 @@ class StreamOptions(ClosedModel):
 
 
 class SamplingSettings(ClosedModel):
-    """Choice of tokens; what is left out has the value of the model's generation config."""
+    """Sampling parameters; the model's generation config has the values of those left out."""
 
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -50,7 +51,7 @@ class SamplingSettings(ClosedModel):
 
 
 class CommonBody(SamplingSettings):
-    """Fields of all bodies that ask for output, whatever the API."""
+    """Fields of the bodies of all endpoints that generate tokens, in every API."""
 
     model: str | None = None
     stream: bool = False
@@ -62,7 +63,7 @@ class CommonBody(SamplingSettings):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
 
-    # What SLOs may be is checked by submit.
+    # `submit` checks the values of SLOs.
     slo_tpot: float | Annotated[list[SLOStage], Field(fail_fast=True)] | None = Field(
         None, description="Seconds per output token, or stages with SLOs of their own."
     )
@@ -93,7 +94,7 @@ class CommonBody(SamplingSettings):
 
     @property
     def common(self) -> dict[str, Any]:
-        """Return the common fields that the client gave."""
+        """Return the fields of CommonBody that the client sent."""
         return {
             name: getattr(self, name)
             for name in CommonBody.model_fields
@@ -129,7 +130,7 @@ class ResponseFormat(ClosedModel):
 
 
 class SamplingBody(CommonBody):
-    """Fields of completions and chats."""
+    """Fields that completions and chats have in common."""
 
     prompt_field: ClassVar[str]  # name of the field that has the prompt
     default_max_tokens: ClassVar[int]
@@ -174,15 +175,15 @@ class SamplingBody(CommonBody):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Return the number of top log probabilities besides the token's own; None: no log
-        probabilities.
+        """Return how many of the most likely tokens get log probabilities at each position, besides
+        the output's token; None: no log probabilities at all.
         """
         raise NotImplementedError
 
 
 class CompletionBody(SamplingBody):
     prompt_field = "prompt"
-    default_max_tokens = 16  # as OpenAI's
+    default_max_tokens = 16  # OpenAI's default
 
     prompt: (
         str

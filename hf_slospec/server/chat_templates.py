@@ -1,5 +1,5 @@
-"""Chat templates applied to messages of clients, with checks for control tokens and for input that
-is ignored.
+"""Applies chat templates to clients' messages, and refuses control tokens in texts and input that
+the template would ignore.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hf_slospec.server.chats import ChatBody
 from hf_slospec.server.engine import ServedEngine
 from hf_slospec.server.limits import RequestLimits
 
-EFFORT = "reasoning_effort"  # the chat template's variable
+EFFORT = "reasoning_effort"  # name of a variable of some chat templates
+# Roles of messages that are accepted where control tokens are refused or escaped
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 
 
@@ -30,30 +31,33 @@ class PromptInputs(NamedTuple):
 
 
 class ChatTemplates:
-    """Makes prompts of the messages of clients.
+    """Turns clients' messages into prompts.
 
-    In this module ``processor`` is a processor or a tokenizer.
+    In this module, ``processor`` may be a processor or a tokenizer.
     """
 
     def __init__(self, engine: ServedEngine, limits: RequestLimits, special_tokens: str = "allow"):
-        """``special_tokens`` in texts of messages become control tokens (allow), are refused, or
-        stay text (escape).
+        """Create the templates of an engine.
+
+        Args:
+            special_tokens: treatment of special tokens that are written in texts of messages: they
+                become control tokens ("allow"), the request is refused ("refuse"), or they stay
+                plain text ("escape").
         """
         self._engine = engine
         self._limits = limits
         self._treatment = special_tokens
-        self._copies: dict[
-            int, Any
-        ] = {}  # by id() of the processor, which lives as long as the server
+        # copies that escape, by id() of the processor, which lives as long as the server
+        self._copies: dict[int, Any] = {}
         self._lock = Lock()
 
     def prompt(self, body: ChatBody) -> PromptInputs:
-        """Return the prompt that the tokenizer's chat template, or with images the processor's,
-        makes of messages.
+        """Return the prompt of a chat, made by the tokenizer's chat template, or by the processor's
+        if there are images.
 
         Raises:
-            InvalidInputError: there is no template, it refuses the messages or ignores part of
-                them, a text has special tokens which are refused, or images are too large.
+            InvalidInputError: there is no template, the template refuses messages or ignores part
+                of them, texts have special tokens that are refused, or images are too large.
         """
         has_images = any(message.num_images for message in body.messages)
         processor: Any = self._engine.processor if has_images else self._engine.tokenizer
@@ -87,7 +91,7 @@ class ChatTemplates:
             messages = in_template_form(processor, messages, options)
             _check_shown(processor, messages, options)
             encoded = self._encoded(processor, messages, options, has_images)
-        except InvalidInputError:  # it says already what is wrong
+        except InvalidInputError:  # its message is complete
             raise
         except REFUSALS as error:
             raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
@@ -113,8 +117,8 @@ class ChatTemplates:
             return processor.apply_chat_template(messages, **options)
         tokenizer = getattr(processor, "tokenizer", processor)
         _check_names(tokenizer._get_control_tokens(_template_of(processor)), messages, options)
-        # To escape, transformers sets a flag of the tokenizer, which other threads use at the same
-        # time: copy it.
+        # To escape, transformers sets a flag of the tokenizer. Other threads use the tokenizer at
+        # the same time, so a copy is used.
         with self._lock:
             if id(processor) not in self._copies:
                 self._copies[id(processor)] = copy.deepcopy(processor)
@@ -140,7 +144,7 @@ def _token_counts(encoded: Any) -> Counter[int]:
 
 
 def _variables_of(processor: Any) -> Set[str]:
-    """Return the names of the variables that a chat template uses."""
+    """Return the names of the variables that the processor's chat template uses."""
     names: Set[str] = _get_template_variables(_template_of(processor))
     return names
 
@@ -153,7 +157,9 @@ def _template_of(processor: Any) -> str:
 def _check_names(
     control_tokens: Sequence[str], messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> None:
-    """Check roles and names of fields, which transformers does not escape."""
+    """Raise InvalidInputError for unknown roles, and for control tokens in names of fields, which
+    transformers does not escape.
+    """
     for message in messages:
         if message["role"] not in ROLES:
             raise InvalidInputError(
@@ -168,7 +174,7 @@ def _check_names(
 
 
 def _names(value: Any) -> Iterator[str]:
-    """Yield the names of all fields in a value of JSON."""
+    """Yield the names of all fields in a JSON value, at every depth."""
     if isinstance(value, dict):
         yield from value
     if isinstance(value, dict | list):
@@ -177,8 +183,8 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def _check_variables(processor: Any, variables: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError for variables that the template does not use, or that are arguments
-    of its call.
+    """Raise InvalidInputError for variables that the template does not use, or that have the name
+    of an argument of ``apply_chat_template``.
     """
     taken = inspect.signature(processor.apply_chat_template).parameters
     names = _variables_of(processor)
@@ -193,8 +199,8 @@ def _check_variables(processor: Any, variables: Mapping[str, Any]) -> None:
 def _check_shown(
     processor: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]
 ) -> None:
-    """Raise InvalidInputError if the template ignores tools or tool calls: its text is the same
-    without them.
+    """Raise InvalidInputError if the template ignores tools or tool calls, so that it renders the
+    same text without them.
     """
 
     def text(messages: list[dict[str, Any]], **changes: Any) -> str | None:
@@ -202,7 +208,7 @@ def _check_shown(
             rendered: str = processor.apply_chat_template(
                 messages, **{**options, **changes}, tokenize=False
             )
-        except REFUSALS:  # other messages may refer to what was left out
+        except REFUSALS:  # as when other messages need what was left out
             return None
         return rendered
 

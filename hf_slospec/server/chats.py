@@ -1,4 +1,4 @@
-"""Chats: messages with images, tools, and the bodies that have them."""
+"""Request bodies of chats: messages with images, tools, and the choice of tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_slospec.server.bodies import ClosedModel, SamplingBody, SamplingSettings
 if TYPE_CHECKING:
     from hf_slospec.server.answers import Answer, AnswerForm
 
-# Keywords of JSON schemas that list no properties.
+# `call_schema` adds empty `properties` to a JSON schema that has no other keywords than these.
 OF_ANY_OBJECT = {"$id", "$schema", "type", "title", "description", "required"}
 TEMPLATE_ADDS = (
     "add_special_tokens must be false for messages, whose special tokens the chat template writes"
@@ -27,7 +27,7 @@ DATA_URL = re.compile("data:image/[^,]*;base64,")
 
 
 def check_data_url(url: str) -> str:
-    """Return the URL of an image, or raise ValueError unless it holds the image itself, in base64."""
+    """Return the URL of an image; raise ValueError if it is not a data URL in base64."""
     if not DATA_URL.match(url):
         raise ValueError(
             "must be a data URL, data:image/png;base64,...; images are not fetched from elsewhere, "
@@ -40,8 +40,8 @@ def decode_image(url: str, take_pixels: Callable[[int], None]) -> Any:
     """Return the image of a data URL as a PIL image in RGB.
 
     Args:
-        take_pixels: raises InvalidInputError if there are too many; a small file may decompress to
-            gigabytes.
+        take_pixels: gets the number of pixels before they are decompressed, and raises
+            InvalidInputError if they are too many; a small file may decompress to gigabytes.
 
     Raises:
         InvalidInputError: the URL holds no image, or Pillow is missing.
@@ -85,7 +85,7 @@ class ImagePart(_Part):
 
 
 class Message(BaseModel):
-    """A message of a chat. Fields beside these are passed to the chat template."""
+    """A message of a chat. Any other fields that a client sends go to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -136,13 +136,13 @@ class Message(BaseModel):
 
 
 def _function_of(tool: Any) -> dict[str, Any]:
-    """Return the function of a tool or of a call; empty if there is none."""
+    """Return the field ``function`` of a tool or tool call; an empty dict if it is no object."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return function if isinstance(function, dict) else {}
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments parsed, or unchanged unless they are a text in JSON."""
+    """Return a tool call with its arguments parsed; unchanged if they are no text in JSON."""
     function = _function_of(call)
     if not isinstance(function.get("arguments"), str):
         return call
@@ -154,8 +154,8 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _without_cache_control(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool without marks for a cache: all prefixes are cached, and the chat template would
-    show them.
+    """Return a tool without ``cache_control``: it has no effect, as all prefixes are cached, and
+    the chat template would show it to the model.
     """
     cleaned = {name: value for name, value in tool.items() if name != "cache_control"}
     if function := _function_of(tool):
@@ -164,12 +164,12 @@ def _without_cache_control(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def function_tool(**fields: Any) -> dict[str, Any]:
-    """Return a tool, a choice of one, or a call, as chats have them."""
+    """Return a tool, a ``tool_choice`` or a tool call with these fields of a function."""
     return {"type": "function", "function": fields}
 
 
 def parts_of(content: str | list[Any]) -> str | list[dict[str, Any]]:
-    """Return a content of another API as that of a chat's message."""
+    """Return the content of a chat message: a text, or the parts of another API's blocks."""
     return content if isinstance(content, str) else [each.part for each in content]
 
 
@@ -183,7 +183,7 @@ class NamedTool(ClosedModel):
 
 
 class AllowedTools(ClosedModel):
-    """The tools that the model may call, and whether it must."""
+    """The tools that the model may call, and whether it must call one."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
@@ -215,7 +215,7 @@ class GenerationSettings(SamplingSettings):
 
 class ChatBody(SamplingBody):
     prompt_field = "messages"
-    # Not all that fits: guaranteed requests are admitted with their longest output.
+    # Less than fits the context: the longer the maximum output, the fewer SLOs can be guaranteed.
     default_max_tokens = 4096
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -288,8 +288,8 @@ class ChatBody(SamplingBody):
 
     @property
     def callable_functions(self) -> list[dict[str, Any]]:
-        """Return the functions that an answer which must call tools may call; raises ValueError if
-        there are none.
+        """Return the functions of the tools that may be called if ``must_call``; raises ValueError
+        if there are none.
         """
         chosen = self._chosen(self.tools or [])
         functions = [_function_of(tool) for tool in chosen if "function" in tool]
@@ -323,8 +323,8 @@ class ChatBody(SamplingBody):
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the output, which is that of tool calls if there must be some;
-        None for text.
+        """Return the JSON schema of the output: of an array of tool calls if ``must_call``, else of
+        ``response_format``; None for text.
         """
         if self.must_call:
             return call_schema(self.callable_functions, self.max_calls)
@@ -340,10 +340,10 @@ class ChatBody(SamplingBody):
 
 
 def call_schema(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
-    """Return the JSON schema of an array of at least one call of these functions."""
+    """Return the JSON schema of an array of one to ``max_calls`` calls (None: any number)."""
     calls = []
     for index, function in enumerate(functions):
-        # With an id, references within the parameters are relative to the parameters.
+        # Because of the id, each `$ref` in the parameters is relative to the parameters' schema.
         arguments = {"$id": f"tool:{index}", "type": "object"} | (function.get("parameters") or {})
         if not arguments.keys() - OF_ANY_OBJECT:
             arguments["properties"] = {}
@@ -360,17 +360,17 @@ def call_schema(functions: list[dict[str, Any]], max_calls: int | None) -> dict[
 
 
 class ForeignBody(ClosedModel):
-    """Body of another API's endpoint, which is served as a chat."""
+    """Request body of another API (Responses, Messages), which is translated into a chat."""
 
     chat_template_kwargs: dict[str, Any] | None = None
 
     @cached_property
     def chat(self) -> ChatBody:
-        """Return the body as one of a chat; raises pydantic's ValidationError."""
+        """Return the body translated into a chat; raises pydantic's ValidationError."""
         raise NotImplementedError
 
     def answer(self, form: Answer) -> AnswerForm:
-        """Return the form of the answer, given that of the chat."""
+        """Return an empty response in this API's format; ``form`` is the chat's."""
         raise NotImplementedError
 
 

@@ -1,4 +1,6 @@
-"""Choices of a request, streamed as pieces of text while they are decoded."""
+"""The choices of a request (``n`` outputs per prompt), streamed as pieces of text while they are
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,18 @@ from hf_slospec.server.tool_calls import AnswerParts, Parser, PlainParts
 
 @dataclass(frozen=True)
 class Piece:
-    """Output that one or several steps add to a choice."""
+    """Part of a choice's output, from one or several decode steps."""
 
     index: int  # the choice's index in the answer
     text: str
     tokens: list[int]
-    logprobs: list[
-        TokenLogprobs | None
-    ]  # one per token, empty unless requested; None for a prompt's first token
+    # one per token, None for a prompt's first token; empty unless requested
+    logprobs: list[TokenLogprobs | None]
     finish_reason: str | None = None  # None before the last piece
-    parts: AnswerParts = field(
-        default_factory=AnswerParts
-    )  # the text, split into content, reasoning and tool calls
-    offsets: list[int] = field(
-        default_factory=list
-    )  # characters before each token; empty unless wanted
+    # the text, split into content, reasoning and tool calls
+    parts: AnswerParts = field(default_factory=AnswerParts)
+    # per token: number of characters before it; empty unless requested
+    offsets: list[int] = field(default_factory=list)
 
     def joined(self, after: Piece) -> Piece:
         return replace(
@@ -44,7 +43,7 @@ class Piece:
 
 @dataclass
 class Choice:
-    """One choice: its decoding, and the options that turn its tokens into text."""
+    """One choice: its decoding in the engine, and the options for turning its tokens into text."""
 
     index: int
     decoding: Decoding
@@ -52,16 +51,16 @@ class Choice:
     to_text: ToText
     in_pool: Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
     stop_strings: Sequence[str] = ()
-    stop_tokens: Sequence[int] = ()  # token ids that are not shown at the end
-    keeps_stop: bool = False
+    stop_tokens: Sequence[int] = ()  # left out of the text if the output ends with one
+    keeps_stop: bool = False  # the text includes the stop string or stop token
     echoes: bool = False  # the output begins with the prompt
-    is_prompt_only: bool = False  # show no output: the decoding scores the prompt
+    is_prompt_only: bool = False  # leave out the output: only the prompt is scored
     parser: Parser = field(default_factory=PlainParts)
     wants_offsets: bool = False
-    min_tokens: int = 0  # first tokens that complete no stop string
+    min_tokens: int = 0  # stop strings that end within so many first tokens are ignored
     tokens: list[int] = field(default_factory=list)
-    num_reasoning: int = 0  # tokens of steps that wrote reasoning
-    stop_string: str | None = None  # the one that ended the output
+    num_reasoning: int = 0  # tokens of the pieces that have reasoning
+    stop_string: str | None = None  # the stop string that ended the output
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the output as it is committed; the last piece has a finish reason."""
@@ -112,20 +111,19 @@ class Choice:
 
     def _echoed(self, offsets: _Offsets | None) -> Piece:
         of_prompt = [] if offsets is None else offsets.of(self.prompt)
-        text = self.to_text(self.prompt).rstrip(INVALID)  # the output may complete a character
+        text = self.to_text(self.prompt).rstrip(INVALID)  # the output may complete the character
         scores = list(self.decoding.prompt_logprobs)
         return Piece(self.index, text, self.prompt, scores, offsets=of_prompt)
 
 
 class _Offsets:
-    """Offsets, in characters, at which tokens begin in a growing text; tokens of one character
-    begin where it does.
+    """Computes at which character offset of a growing text each token begins. All tokens that are
+    part of one character get the offset of that character.
     """
 
     def __init__(self, to_text: ToText, prompt: Sequence[int]):
-        # characters that no further token changes
         self._stream = TextStream(to_text, prompt)
-        self._length = 0
+        self._length = 0  # number of characters so far that no further token changes
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         offsets = []
@@ -136,12 +134,12 @@ class _Offsets:
 
 
 async def merged(choices: Sequence[Choice]) -> AsyncIterator[Piece]:
-    """Yield the pieces of all choices as they arrive; at the end, cancel choices that are not
-    finished.
+    """Yield the pieces of all choices as they arrive; at the end, cancel unfinished choices.
 
-    A slow consumer gets larger pieces, as only tokens are buffered for it.
+    A consumer that is slow gets larger pieces: tokens are buffered, and decoded into a piece when
+    the consumer asks for one.
     """
-    if len(choices) == 1:  # no tasks, which cost more than all the rest
+    if len(choices) == 1:  # without tasks, which would cost most of the time
         try:
             async for piece in choices[0].pieces():
                 yield piece

@@ -1,5 +1,5 @@
-"""Endpoints of completions and chats: from a body to its choices, and from their pieces to an
-answer.
+"""Endpoints of completions and chats. They turn a body into choices, which the engine decodes, and
+the choices' output into a response.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_slospec.server.schemas import SchemaCheck
 from hf_slospec.server.tool_calls import CallParts, Parser, PlainParts, TemplateParts
 
 InPool = Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
-LONG_PIECE = 64  # log probabilities of more tokens than this are written in the thread pool
+LONG_PIECE = 64  # tokens; log probabilities of longer pieces are formatted in the thread pool
 
 
 class Completions:
@@ -43,11 +43,11 @@ class Completions:
         return await self._answer_chat(request, body, self.form(body))
 
     async def translated(self, request: Request, body: ForeignBody) -> Response:
-        """Return the answer to a body of another API, which is translated into a chat."""
+        """Return the response to a body of another API, which is translated into a chat."""
         return await self._answer_chat(request, body.chat, body.answer(self.form(body.chat)))
 
     def counted(self, body: ForeignBody) -> Response:
-        """Return the number of tokens of an input."""
+        """Return a response with the number of tokens of the prompt that the body makes."""
         return JSONResponse({"input_tokens": len(self.templates.prompt(body.chat).tokens)})
 
     async def _answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
@@ -96,15 +96,13 @@ class Completions:
         template = self.engine.response_template
         if isinstance(body, ChatBody) and body.must_call:
             parser = CallParts()
-        elif (
-            template is not None and isinstance(body, ChatBody) and body.json_schema is None
-        ):  # JSON is all content
+        elif template is not None and isinstance(body, ChatBody) and body.json_schema is None:
+            # with a schema, all output is content
             parser = await in_pool(self._parser, template, order.prompt, body)
         arguments: dict[str, Any] = {"skip_special_tokens": body.skip_special_tokens}
         hidden = body.stop_token_ids or []
-        if isinstance(
-            parser, TemplateParts
-        ):  # response templates match the texts of special tokens
+        if isinstance(parser, TemplateParts):
+            # response templates match the texts of special tokens
             arguments["skip_special_tokens"] = False
             hidden = end_tokens(body, self.engine.generation_config)
         has_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
@@ -113,7 +111,7 @@ class Completions:
             arguments["prompt_logprobs"] = order.arguments["logprobs"]
         is_prompt_only = not order.arguments["max_new_tokens"]
         if is_prompt_only:
-            arguments["max_new_tokens"] = 1  # the least that the engine decodes
+            arguments["max_new_tokens"] = 1  # the engine decodes at least one token
         order = replace(order, arguments=order.arguments | arguments)
         return Choice(
             index, await self.engine.submit(order), order.prompt,
@@ -167,7 +165,7 @@ class Completions:
 
 
 class _Stream(StreamingResponse):
-    """Stream of events; its requests end with it, even if it is never begun."""
+    """Streaming response that cancels its requests at its end, even if it never starts."""
 
     def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice]):
         super().__init__(
@@ -177,12 +175,10 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(
-                ClientDisconnect, OSError
-            ):  # servers may raise OSError from send
-                await while_connected(
-                    receive, self.stream_response(send)
-                )  # without the task group of starlette
+            # servers may raise OSError from send
+            with contextlib.suppress(ClientDisconnect, OSError):
+                # replaces the task group of starlette's method
+                await while_connected(receive, self.stream_response(send))
         finally:
             _cancel(self._choices)
 

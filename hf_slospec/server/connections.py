@@ -1,5 +1,5 @@
-"""Connections of uvicorn with timeouts for clients that neither send nor read, and handling of its
-signals.
+"""uvicorn's connections with timeouts for clients that send no request or read no response, and
+uvicorn's server with a graceful stop.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]  # the module or nothing
 
 PATIENCE_S = 10.0  # seconds for the head of a request to arrive
-OTHER_FILES = 128  # file descriptors that the process needs for other things than connections
-NO_LIMIT = 2**20  # connections, if the system does not limit open files
+OTHER_FILES = 128  # file descriptors that the process needs besides those of connections
+NO_LIMIT = 2**20  # maximum connections if the system does not limit open files
 
 
 class ImpatientProtocol(H11Protocol):
     """uvicorn's protocol, which closes connections whose client sends no request or does not read
     the response.
 
-    Requests to upgrade, to HTTP/2 or a web socket, are answered in HTTP/1.1. uvicorn's protocol on
-    httptools would lose their bodies, and send chunks to clients of HTTP/1.0.
+    Requests to upgrade to HTTP/2 or a web socket are answered in HTTP/1.1. uvicorn's other
+    protocol, on httptools, would lose their bodies, and would send chunks to HTTP/1.0 clients.
     """
 
     def _should_upgrade(self) -> bool:
         return False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Take the connection, or close it if there are too many."""
+        """Start the connection, or close it if there are more than ``max_connections``."""
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
@@ -48,7 +48,7 @@ class ImpatientProtocol(H11Protocol):
             self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Read data, and limit the time from the first byte of a request to the end of its head."""
+        """Read data; start the timeout of a request's head, or end it if the head is complete."""
         super().data_received(data)
         is_busy = self.cycle is not None and not self.cycle.response_complete
         if is_busy and self._timer is not None:
@@ -69,7 +69,7 @@ class ImpatientProtocol(H11Protocol):
             self._reader_timer = None
 
     def on_response_complete(self) -> None:
-        """End the response, and wait at most ``reader_s`` seconds for the client to read the rest."""
+        """End the response, and give the client ``reader_s`` seconds to read the rest."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._expect_reader()
@@ -104,8 +104,8 @@ class ImpatientProtocol(H11Protocol):
 
 
 class SignalledServer(uvicorn.Server):
-    """uvicorn's server, which listens until the last response has ended. A second signal ends the
-    process.
+    """uvicorn's server, which after the first signal listens until the last response has ended. A
+    second signal ends the process.
     """
 
     def __init__(
@@ -114,10 +114,11 @@ class SignalledServer(uvicorn.Server):
         at_end: Callable[[], object] = lambda: None,
         at_signal: Callable[[], object] = lambda: None,
     ):
-        """Make a server.
+        """Create a server.
 
         Args:
-            at_end: called after the last response, as the first signal then ends the process.
+            at_end: called after the last response. Code after ``run`` is not reached, because
+                uvicorn then raises the first signal again, which ends the process.
             at_signal: called at the first signal; lets the application refuse the requests that
                 still arrive.
         """
@@ -131,7 +132,7 @@ class SignalledServer(uvicorn.Server):
         begun = set(self.server_state.tasks)
         timeout_s = self.config.timeout_graceful_shutdown
         for connection in list(self.server_state.connections):
-            connection.shutdown()  # at once, or after its response
+            connection.shutdown()  # closes it at once, or after its response
         if begun:
             _, late = await asyncio.wait(begun, timeout=timeout_s)
             self.config.timeout_graceful_shutdown = 0 if late else timeout_s

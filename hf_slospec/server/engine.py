@@ -1,4 +1,6 @@
-"""Engine interface of the HTTP server, and its implementation by a generator in this process."""
+"""Interface between the HTTP server and an engine, and the engine that is a generator in this
+process; the one with replicas is in ``replicas/failover.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Order:
     arguments: dict[str, Any] = field(default_factory=dict)
     json_schema: dict[str, Any] | None = None  # schema of the output; None: any text
     request_id: str = ""  # as the client sees it, for logs
-    client: str = ""  # for fair scheduling of the preparation
+    client: str = ""  # name of the client, for fair scheduling by Work
 
 
 class Decoding(Protocol):
@@ -49,11 +51,11 @@ class Decoding(Protocol):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Return the reason why the request ended; None before."""
+        """Return the reason why the request ended; None while it has not."""
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Return measurements so far."""
+        """Return the request's measurements so far."""
 
     @property
     def replica(self) -> str | None:
@@ -72,9 +74,8 @@ class ServedEngine(Protocol):
     generation_config: Any
     vocab_size: int
     work: Work  # thread pool for preparing requests, in this process
-    response_template: (
-        dict[str, Any] | None
-    )  # separates reasoning and tool calls from content; None: all is content
+    # separates reasoning and tool calls from content; None: all output is content
+    response_template: dict[str, Any] | None
 
     async def submit(self, order: Order) -> Decoding:
         """Queue a request; raises the errors of ``SLOSpecGenerator.submit``."""
@@ -83,11 +84,11 @@ class ServedEngine(Protocol):
         """Return the metric families for Prometheus, with names that begin with ``prefix``."""
 
     def check_running(self) -> None:
-        """Raise NotRunningError unless requests are taken."""
+        """Raise NotRunningError if the engine has stopped or failed, and takes no requests."""
 
 
 class LocalEngine:
-    """Engine of a generator in this process, which has a tokenizer and is started."""
+    """A ``ServedEngine`` on a generator in this process, started and with a tokenizer."""
 
     def __init__(
         self,

@@ -13,16 +13,17 @@ from hf_slospec.server.bodies import CompletionBody, DetokenizeBody, SamplingBod
 from hf_slospec.server.chats import ChatBody, Message, TokenizeBody
 from hf_slospec.server.work import Work
 
-# UTF-8 bytes; texts in few languages and hardly any code have so many per token
+# Maximum UTF-8 bytes of a prompt per token that fits; few texts have so many bytes per token
 BYTES_PER_TOKEN = 16
-LEAST_PROMPT_BYTES = 2**16
-# Also in the message: OpenAI's client since 3.0 shows users that only
+LEAST_PROMPT_BYTES = 2**16  # the default limit of a prompt's bytes is at least this
+# Error code. Messages have it, too: OpenAI's client since 3.0 shows users the message only
 CONTEXT_CODE = "context_length_exceeded"
+# JSON strings, which are emptied before commas and brackets are counted
 STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 class LimitError(InvalidInputError):
-    """A request asks for more than a limit allows."""
+    """A request asks for more than the limit named ``limit`` allows."""
 
     def __init__(self, limit: str, message: str):
         super().__init__(message)
@@ -30,7 +31,9 @@ class LimitError(InvalidInputError):
 
 
 class ContextOverflowError(LimitError):
-    """A prompt is too long, alone or with its output; says so in the words of OpenAI and Anthropic."""
+    """A prompt is too long, alone or with its output. The messages have OpenAI's and Anthropic's
+    wording, by which clients recognise the error.
+    """
 
     def __init__(
         self,
@@ -41,8 +44,15 @@ class ContextOverflowError(LimitError):
         for_anthropic: str,
         or_shorten: str = "",
     ):
-        """``field`` of the body has the prompt, of this ``length``; ``max_len``
-        tokens fit.
+        """Create the error.
+
+        Args:
+            limit: name of the limit.
+            field: field of the body that has the prompt.
+            max_len: tokens that fit.
+            length: clause of OpenAI's message that says how long the prompt is.
+            for_anthropic: the same in Anthropic's message.
+            or_shorten: what else the client may reduce.
         """
         super().__init__(
             limit,
@@ -56,7 +66,7 @@ class ContextOverflowError(LimitError):
     def of_tokens(
         cls, field: str, max_len: int, prompt_len: int, max_tokens: int
     ) -> ContextOverflowError:
-        """Return the error of a prompt whose output may have ``max_tokens``."""
+        """Return the error for a prompt whose output may have ``max_tokens``."""
         if prompt_len > max_len:
             length = f"your {field} resulted in {prompt_len} tokens"
             return cls(
@@ -110,11 +120,11 @@ class RequestLimits(InputModel):
     )
 
     def new_work(self) -> Work:
-        """Return the pool of threads for a server."""
+        """Return the thread pool in which a server prepares requests."""
         return Work(self.workers, self.waiting)
 
     def check(self, limit: str, number: float, field: str, unit: str) -> None:
-        """Raise LimitError if a number of ``unit`` in a field is above a limit."""
+        """Raise LimitError if ``number`` is above a limit; the message names field and unit."""
         maximum = getattr(self, limit)
         if number > maximum:
             raise LimitError(
@@ -122,7 +132,9 @@ class RequestLimits(InputModel):
             )
 
     def check_json(self, content: bytes) -> None:
-        """Raise LimitError for JSON whose values would take far more memory than its bytes."""
+        """Raise LimitError for JSON with so many values or containers that parsing it would take
+        far more memory than its bytes.
+        """
         if (
             _num_values(content) > self.json_values
             or _num_containers(content) > self.json_containers
@@ -135,15 +147,15 @@ class RequestLimits(InputModel):
         """Raise LimitError for a text that is too long to be tokenized; ``max_len`` tokens fit."""
         max_bytes = self.prompt_bytes or max(BYTES_PER_TOKEN * max_len, LEAST_PROMPT_BYTES)
         number = len(prompt)
-        if number <= max_bytes:  # a far too long text is not encoded
+        if number <= max_bytes:  # far longer texts are not encoded
             number = len(prompt.encode(errors="replace"))
         if number > max_bytes:
             length = f"{field} has {number} bytes, and this server takes at most {max_bytes}"
             raise ContextOverflowError("prompt_bytes", field, max_len, f"your {length}", length)
 
     def check_body(self, body: Any, max_len: int) -> None:
-        """Raise LimitError if a valid body asks for too much; the pixels of images are checked on
-        decoding.
+        """Raise LimitError if a validated body asks for more than a limit allows. The pixels of
+        images are checked later, by :func:`decode_image`.
         """
         if isinstance(body, SamplingBody):
             self._check_sampling(body)

@@ -1,4 +1,6 @@
-"""Loading of the models that options name: the target, its drafter, and a generator with both."""
+"""Loads what options name: the target and its drafter, and a generator with both. The loading of
+single checkpoints is in ``model/loading.py``.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,13 @@ from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES
 
 logger = logging.getLogger(__name__)
 
+# Arguments of generate for the trial decoding on a GPU
 TRIAL: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8}
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device that ``--device`` names; auto: CUDA, or MPS if a trial is right, else the
-    CPU.
+    """Return the device that ``--device`` names; auto: CUDA, else MPS if it passes a trial
+    (:func:`decodes_as_stock`), else the CPU.
 
     Raises:
         InvalidInputError: torch has no such device here.
@@ -52,11 +55,8 @@ def chosen_device(name: str) -> torch.device:
         return _best_device()
     try:
         torch.empty(0, device=name)
-    except (
-        RuntimeError,
-        AssertionError,
-        ImportError,
-    ) as error:  # torch without CUDA, or without that device's module
+    except (RuntimeError, AssertionError, ImportError) as error:
+        # torch without CUDA, or without that device's module
         raise InvalidInputError(
             f"--device {name}: {error}; choose another device, or auto"
         ) from error
@@ -79,8 +79,8 @@ def _best_device() -> torch.device:
 
 
 def decodes_as_stock(device: torch.device) -> bool:
-    """Return whether the embedded pair gives the same tokens on a device with speculation as with
-    ``generate``.
+    """Return whether the embedded pair decodes the same tokens on a device with speculation as with
+    stock ``generate``.
     """
     target, draft, tokenizer = load_tiny_pair()
     config = SLOSpecConfig(policy="fixed", max_depth=2, max_width=2)
@@ -95,11 +95,8 @@ def decodes_as_stock(device: torch.device) -> bool:
                 outputs.append(generate(inputs["input_ids"], do_sample=do_sample, **TRIAL))
             if not torch.equal(*outputs):
                 return False
-    except (
-        SLOSpecError,
-        RuntimeError,
-        TypeError,
-    ) as error:  # operations or dtypes that the device lacks
+    except (SLOSpecError, RuntimeError, TypeError) as error:
+        # operations or dtypes that the device lacks
         logger.info("a trial on %s failed: %s", device, error)
         return False
     return True
@@ -114,10 +111,10 @@ def device_name(device: torch.device) -> str:
 
 
 class Pair(NamedTuple):
-    """A target and its draft with their tokenizer."""
+    """Target model, draft model and tokenizer."""
 
     target: PreTrainedModel
-    draft: Any  # PreTrainedModel; None if a target was named and no draft
+    draft: Any  # PreTrainedModel; None if the options name only a target
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -134,7 +131,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 def load_pair(
     target: str | None, assistant: str | None, size: str, dtype: str, device: str
 ) -> Pair:
-    """Return the models of these options; see :func:`load_models`."""
+    """Return the models that these options of ModelOptions name; see :func:`load_models`."""
     return load_models(
         ModelOptions(target=target, assistant=assistant, size=size, dtype=dtype, device=device)
     )
@@ -144,20 +141,22 @@ def load_models(options: ModelOptions) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated
     to ``size``.
 
-    The target of size 8B has the shape of Llama-3.1-8B, and its draft that of Llama-3.2-1B; other
-    sizes have the embedded draft.
+    The embedded pair: size 8B has the shape of Llama-3.1-8B, and its draft model the shape of
+    Llama-3.2-1B; targets of all other sizes have the embedded draft model.
 
-    The number of torch's threads is limited to the cores that this process may use. The dtype
-    ``fast`` is that of :func:`fast_dtype`, ``auto`` that of the checkpoint. A name may be that of a
-    GGUF file, whose weights are dequantized; the tokenizer is that of its folder, if there is one.
-    Without ``allow_pickle``, weights are read from safetensors and GGUF files only, as pickled
-    files may run code. No weight requires a gradient. With ``tensor_parallel_size``, this is one of
-    so many processes, which split a named target among their GPUs, or on the CPU where there is
-    none, and have the whole draft each.
+    Named models: a name may also be a GGUF file, whose weights are dequantized, with the tokenizer
+    of its folder if there is one. Without ``allow_pickle``, weights are read only from safetensors
+    and GGUF files, as pickled files may run code. With ``tensor_parallel_size`` N, this is one of N
+    processes, which split the target among their GPUs (or use the CPU where there is none); each
+    process has the whole draft model.
+
+    The dtype ``fast`` means :func:`fast_dtype`, and ``auto`` the dtype of the checkpoint. No weight
+    requires a gradient. As a side effect, torch's threads are limited to the cores that this
+    process may use.
 
     Raises:
-        InvalidInputError: a model or the drafter cannot be found or loaded, or there are other
-            processes than the options say; the message has the names of the command line.
+        InvalidInputError: a model or the drafter cannot be found or loaded, or the number of
+            processes is not ``tensor_parallel_size``; the message has the command-line options.
     """
     num_parts = options.tensor_parallel_size
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -201,8 +200,8 @@ def _load_named(options: ModelOptions, target: str, dtype: str, device: torch.de
         files = {name: located(name) for name in names}
         source, hub = files[target]
         if "gguf_file" in hub and os.path.isfile(os.path.join(source, "tokenizer_config.json")):
-            # With it, transformers reads the tokenizer.json beside the file, but not the chat
-            # template
+            # With gguf_file, transformers would read the tokenizer.json beside the file, but not
+            # the chat template
             hub = {}
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
         auto_class = AutoModelForImageTextToText if options.images else AutoModelForCausalLM
@@ -225,15 +224,15 @@ def _load_named(options: ModelOptions, target: str, dtype: str, device: torch.de
 
 
 def check_drafter(options: ModelOptions) -> None:
-    """Raise SLOSpecError unless the drafter's parts fit together and their files can be found; read
-    no tensor.
+    """Raise SLOSpecError if the drafter's parts do not fit together, or their files cannot be
+    found. No tensors are read.
     """
     check_source(options.parts, (ASSISTANT, *(HEADS if options.target is None else ())))
 
 
 def draft_method(options: ModelOptions, pair: Pair) -> DraftMethod:
-    """Return the draft method for the target of the pair; raises InvalidInputError if it cannot be
-    loaded.
+    """Return the draft method that the options name for the pair's target; raises InvalidInputError
+    if it cannot be loaded.
     """
     embedded: dict[str, Callable[[], Any]] = {ASSISTANT: lambda: pair.draft}
     if options.target is None:
@@ -260,8 +259,8 @@ def draft_method(options: ModelOptions, pair: Pair) -> DraftMethod:
 def load_generator(
     options: ModelOptions, config: SLOSpecConfig, chat_template: str | None = None
 ) -> SLOSpecGenerator:
-    """Return a generator with the models; ``chat_template`` replaces that of the tokenizer, if
-    given.
+    """Return a generator with the models that the options name; ``chat_template``, if given,
+    replaces the tokenizer's.
     """
     pair = load_models(options)
     processor = AutoProcessor.from_pretrained(options.target) if options.images else None
@@ -299,9 +298,8 @@ def _check_chat_template(target: str | None, renderer: Any, takes_parts: bool) -
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        if (
-            type(error) is jinja2.TemplateError
-        ):  # raised by the template's own raise_exception, so the template works
+        if type(error) is jinja2.TemplateError:
+            # raised by raise_exception() in the template, so the template works
             return
         raise InvalidInputError(
             f"the chat template of {target or 'the embedded target'} is broken: {error}; give a working one in a file "

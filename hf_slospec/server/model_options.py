@@ -1,5 +1,5 @@
-"""Options of the models of commands and servers. Imports no torch, as the help of commands is made
-from them.
+"""Options that name the models of commands and servers. Imports no torch, as the help texts of
+commands are made from the options.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.tiny.shapes import SIZES
 
-ASSISTANT = "assistant"  # name of the pair's draft in --drafter
-WITHOUT_DRAFT = "lookup"  # default drafter with --target
+ASSISTANT = "assistant"  # name of the pair's draft model among the parts of a drafter
+WITHOUT_DRAFT = "lookup"  # drafter if --target is given without --assistant and --drafter
 EMBEDDED = "tiny"  # model name of the embedded pair
-AUTO = "auto"  # device
+AUTO = "auto"  # default value of --device
 
+# Allowed values by option
 CHOICES = {"size": SIZES, "dtype": ("auto", "fast", "bfloat16", "float16", "float32")}
 
 
 class ModelOptions(InputModel):
-    """Options of models.
+    """Options that name the target, what drafts for it, and how they are loaded.
 
     Raises:
-        InvalidInputError: they do not fit together; the message has the names of the command line.
+        InvalidInputError: an option is invalid, or they do not fit together; the message has the
+            command-line options.
     """
 
     target: str | None = Field(
@@ -70,7 +72,7 @@ class ModelOptions(InputModel):
         ge=1,
         description="Processes, started by torchrun, that hold a part of every layer of the target each.",
     )
-    # Load weights that are not safetensors, which may run code; never a drafter's
+    # Load weights of target and assistant that are not safetensors; such files may run code
     allow_pickle: bool = True
 
     @field_validator(*CHOICES)
@@ -114,7 +116,7 @@ class ModelOptions(InputModel):
 
     @property
     def parts(self) -> Sequence[Any]:
-        """The parts of the drafter."""
+        """The drafters that ``--drafter`` joins by ``+``, or the default one."""
         if self.drafter is not None:
             from hf_slospec.drafters.load_drafter import parts_of  # imports torch
 
@@ -123,7 +125,7 @@ class ModelOptions(InputModel):
 
     @property
     def drafting(self) -> str:
-        """The option that names the drafter, for errors."""
+        """The command-line option that names the drafter, for messages of errors."""
         return (
             f"--assistant {self.assistant}" if self.drafter is None else f"--drafter {self.drafter}"
         )

@@ -1,5 +1,5 @@
-"""Options of a server, in this process or with replicas. Imports no torch: the help of ``serve`` is
-made from them.
+"""Options of a server, whether it decodes in this process or in replicas. Imports no torch, as the
+help text of ``serve`` is made from the options.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host."""
+    """Return whether a host is localhost or a loopback address, which only this machine reaches."""
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 class SLOLimits(InputModel):
-    """Default and strictest SLOs of requests, in seconds, and their lowest priority; None: no
-    default or no limit.
+    """Default and strictest allowed SLOs of requests, in seconds, and the lowest allowed number of
+    their priority; None: no default or no limit.
     """
 
     default_tpot: float | None = Field(
@@ -53,8 +53,8 @@ class SLOLimits(InputModel):
     )
 
     def apply(self, requested: dict[str, Any]) -> dict[str, Any]:
-        """Return the SLOs, or their defaults; raises InvalidInputError if any is stricter than
-        allowed.
+        """Return the requested SLOs, with the defaults for those that are None; raises
+        InvalidInputError if one is stricter than allowed.
         """
         slos = dict[str, Any]()
         stages = requested["slo_tpot"] if isinstance(requested["slo_tpot"], list) else []
@@ -70,7 +70,7 @@ class SLOLimits(InputModel):
         return slos
 
     def check_priority(self, priority: int) -> None:
-        """Raise InvalidInputError if a priority is lower, thus served earlier, than allowed."""
+        """Raise InvalidInputError if a priority is lower, so that it is served earlier, than allowed."""
         if self.lowest_priority is not None and priority < self.lowest_priority:
             raise InvalidInputError(
                 f"priority must be at least {self.lowest_priority} here, got {priority}"
@@ -78,7 +78,7 @@ class SLOLimits(InputModel):
 
 
 class Objective(InputModel):
-    """Class of requests that a header names: values of fields that the request leaves out."""
+    """Values for the fields that a request leaves out, if its header names this objective."""
 
     slo_tpot: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False)
     slo_ttft: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False)
@@ -88,7 +88,7 @@ class Objective(InputModel):
 
 
 class AccessOptions(InputModel):
-    """Options of an HTTP application that do not depend on its model."""
+    """Options of the HTTP application: API keys, limits, access by web pages, and objectives."""
 
     api_keys: dict[str, SLOLimits] = Field(
         default_factory=dict, description="Limits by API key; empty: no key is required."
@@ -141,7 +141,7 @@ class AccessOptions(InputModel):
 
 
 class ServerOptions(AccessOptions, ModelOptions):
-    """Options that a server in this process and one with replicas have in common."""
+    """Options that servers with and without replicas have in common."""
 
     allow_pickle: bool = Field(
         False, description="Load weights that are not safetensors; such files may run code."
@@ -172,12 +172,12 @@ class ServerOptions(AccessOptions, ModelOptions):
 
     @property
     def name(self) -> str:
-        """Name of the model."""
+        """Name of the model in the API."""
         return self.model_name or super().name
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names by which clients without a key may call."""
+        """Host names by which clients may call a server that has no API keys."""
         return self.allowed_hosts
 
 

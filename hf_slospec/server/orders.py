@@ -1,4 +1,4 @@
-"""Conversion of request bodies to arguments of ``submit``."""
+"""Conversion of request bodies into an ``Order``: the prompt, and the arguments of ``submit``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hf_slospec.server.engine import Order, ServedEngine
 from hf_slospec.server.limits import ContextOverflowError
 from hf_slospec.server.options import Objective
 
-SEEDS = 2**63
-# Below it, decoding is greedy, as vLLM's is: logits divided by less may overflow.
+SEEDS = 2**63  # seeds of choices are below this
+# With lower temperatures, decoding is greedy, as in vLLM: logits divided by them may overflow.
 LEAST_TEMPERATURE = 1e-5
-# llm-d's headers, in milliseconds; the second of each pair is deprecated.
+# llm-d's request headers with SLOs in milliseconds; the second of each pair is deprecated.
 SLO_HEADERS: dict[str, tuple[str, ...]] = {
     "slo_tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
     "slo_ttft": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
@@ -29,8 +29,8 @@ SLO_HEADERS: dict[str, tuple[str, ...]] = {
 def asked_slos(
     body: SamplingBody, headers: Mapping[str, str], objective: Objective
 ) -> dict[str, Any]:
-    """Return the SLOs of body, headers and objective, in seconds or stages, in this order of
-    precedence.
+    """Return a request's SLOs in seconds (``slo_tpot`` may be stages). Each comes from the body,
+    else from a header, else from the objective.
 
     Raises:
         InvalidInputError: a header is not a positive number.
@@ -58,7 +58,7 @@ def _seconds_of(header: str, text: str) -> float:
 
 
 def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngine) -> PromptInputs:
-    """Return the token ids of a completion's prompt."""
+    """Return the token ids of one prompt of a completion; raises InvalidInputError."""
     if isinstance(prompt, str):
         adds = body.add_special_tokens is not False
         ids: list[int] = engine.tokenizer(prompt, add_special_tokens=adds)["input_ids"]
@@ -79,8 +79,11 @@ def order_of(
     engine: ServedEngine,
     choice: int,
 ) -> Order:
-    """Return the order of one choice of a request; ``terms`` are the arguments that depend on the
-    tenant.
+    """Return the prompt and the arguments of ``submit`` for one choice of a request.
+
+    Args:
+        terms: the arguments of ``submit`` that depend on the tenant or the objective.
+        choice: index of the choice among those of its prompt; shifts the seed.
 
     Raises:
         InvalidInputError: a field cannot be served.
@@ -120,16 +123,16 @@ def order_of(
 
 
 def end_tokens(body: SamplingBody, generation_config: Any) -> list[int]:
-    """Return the token ids that end the output: the model's, unless ``ignore_eos``, and the
-    request's.
+    """Return the token ids that end the output: the model's end tokens, unless ``ignore_eos``, and
+    the request's ``stop_token_ids``.
     """
     of_model = [] if body.ignore_eos else model_end_tokens(generation_config)
     return [*of_model, *(body.stop_token_ids or [])]
 
 
 def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
-    """Return sampling options: of the body, else of the generation config if it samples, else
-    neutral ones.
+    """Return the sampling arguments of ``submit``. Each comes from the body, else from the
+    generation config if that samples, else is neutral.
     """
     defaults = generation_config if generation_config.do_sample else None
     options = {}

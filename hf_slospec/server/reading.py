@@ -1,5 +1,5 @@
-"""Reading of requests: keys, bodies and models are checked, and errors become answers in OpenAI's
-form.
+"""Reading of HTTP requests: API key, body and model name are checked, and errors become responses
+in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ from hf_slospec.server.work import BusyError
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1  # seconds that refused clients are told to wait
 GZIP = ("gzip", "x-gzip")  # values of Content-Encoding
 BODY_S = 30.0  # seconds for a request's body to arrive
-# Headers of Gateway API's inference extension: the name of a class of requests, and the unit of
-# fair scheduling.
+# Headers of Gateway API's inference extension: the name of an Objective, and the name of the group
+# of clients that counts as one in fair scheduling.
 OBJECTIVE = "x-gateway-inference-objective"
 FAIRNESS_ID = "x-gateway-inference-fairness-id"
+# Allowed values of these headers
 GATEWAY_NAME = re.compile(r"[!-~]{1,253}")
-# Pydantic names the types of a union in the path of a fault, such as "constrained-float",
-# "list[SLOStage]" or "str".
+# In an error's location, pydantic inserts the type of the union member that it tried, such as
+# "constrained-float", "list[SLOStage]" or "str"; _fields drops these names.
 TYPE_NAME = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
-FIELD = re.compile(r"[a-z_]+(?=: | must be )")  # errors about one field begin with its name
+FIELD = re.compile(r"[a-z_]+(?=: | must be )")  # the field's name with which some messages begin
 INVALID = "invalid_request_error"
 UNAVAILABLE = "service_unavailable_error"
 RETRY = {"Retry-After": str(RETRY_AFTER_S)}
-# Status, type, code and headers of the answers to errors; the first entry that fits counts.
+# Status, type, code and headers of the responses to errors; the first matching entry is used.
 ANSWERS: tuple[tuple[Any, int, str, str | None, Mapping[str, str] | None], ...] = (
     (BusyError, 503, UNAVAILABLE, "busy", RETRY),
     (QueueFull, 429, "rate_limit_error", "queue_full", RETRY),
@@ -67,11 +68,11 @@ ANSWERS: tuple[tuple[Any, int, str, str | None, Mapping[str, str] | None], ...] 
     (NotRunningError | RequestCancelledError, 503, UNAVAILABLE, None, None),
     (InvalidInputError | InvalidTypeError | UnsupportedOptionError, 400, INVALID, None, None),
 )
-OTHER = "other"  # for objectives that are not configured, whose names clients choose
+OTHER = "other"  # counts objectives that are not configured: their names are arbitrary
 
 
 class Fault(Exception):  # noqa: N818  it is an answer
-    """Answer that is an error."""
+    """Error that is sent as the response: a status, headers, and a body in OpenAI's format."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Fault(Exception):  # noqa: N818  it is an answer
         headers: Mapping[str, str] | None = None,
         for_anthropic: str = "",
     ):
-        """Make an error in OpenAI's form; ``for_anthropic`` replaces its message in Anthropic's."""
+        """``for_anthropic``, if not empty, is the message in Anthropic's format."""
         super().__init__(status)
         self.status = status
         self.body = error_body(message, kind, param, code)
@@ -92,20 +93,21 @@ class Fault(Exception):  # noqa: N818  it is an answer
 
 
 class RequestReader:
-    """Reads requests for all endpoints, and counts those that were refused or whose client left."""
+    """Reads the requests of all endpoints, and counts refused requests and clients that left."""
 
     def __init__(self, engine: ServedEngine, settings: ServerSettings):
         self.engine = engine
         self.settings = settings
         self.bounds = settings.bounds
-        self.counts: Counter[str] = (
-            Counter()
-        )  # clients that left, connections closed because the client did not read
+        # clients_left: disconnected before the response; readers_cut: closed as they did not read
+        self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()  # requests by the limit that they exceeded
         self.objectives: Counter[str] = Counter()  # requests by their objective
 
     async def check_key(self, request: Request) -> None:
-        """Set the request's tenant; raises Fault without a valid API key if the server has keys."""
+        """Set the tenant and client of ``request.state``; raises Fault if the API key is missing or
+        wrong.
+        """
         header = (
             request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
         )
@@ -122,11 +124,11 @@ class RequestReader:
             request.state.client += f" {fairness_id}"
 
     def terms(self, request: Request, body: SamplingBody) -> dict[str, Any]:
-        """Return the arguments of ``submit`` that depend on the tenant or on the objective, which
-        is counted.
+        """Return the arguments of ``submit`` that depend on the tenant or the objective, and count
+        the objective.
 
         Raises:
-            Fault: the name of the objective is invalid. One that is not configured has no effect.
+            Fault: the objective is no valid name. A name that is not configured has no effect.
             InvalidInputError: the request asks for more than the key allows.
         """
         objective = Objective()
@@ -137,16 +139,15 @@ class RequestReader:
         return tenant.arguments(body, request.headers, objective)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Return the validated body.
+        """Return the validated body of a request.
 
         Raises:
             Fault: the body is too large, arrives too late, is no JSON, or is invalid.
             LimitError: it asks for more than a limit allows.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if (
-            media_type != "application/json"
-        ):  # browsers send this type across origins only after a CORS preflight
+        # browsers send this type across origins only after a CORS preflight
+        if media_type != "application/json":
             text = f"the header Content-Type must be application/json, got {media_type or 'none'}"
             raise Fault(415, text)
         encoding = request.headers.get("content-encoding", "").strip().lower()
@@ -192,13 +193,13 @@ class RequestReader:
         return body
 
     def check_model(self, name: str | None) -> None:
-        """Raise Fault if a request names another model."""
+        """Raise Fault if a request names another model than the one that is served."""
         if name is not None and name != self.settings.model_name:
             text = f"there is no model {name!r}; the model here is {self.settings.model_name!r}"
             raise Fault(404, text, "not_found_error", "model", "model_not_found")
 
     async def in_pool(self, request: Request, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what a function returns in the thread pool, which clients share fairly."""
+        """Run a function in the thread pool, which clients share fairly; return its result."""
         return await self.engine.work.run(request.state.client, function, *arguments)
 
     def with_body(
@@ -207,8 +208,8 @@ class RequestReader:
         """Return an endpoint that reads the body and is cancelled when the client disconnects.
 
         Args:
-            endpoint: gets the request and the body; if it is no coroutine function, only the body,
-                in the thread pool.
+            endpoint: a coroutine function of the request and the body, or a function of the body
+                alone, which runs in the thread pool.
         """
 
         async def answer(request: Request) -> Response:
@@ -224,8 +225,8 @@ class RequestReader:
     def with_faults(
         self, endpoint: Callable[..., Awaitable[Response]]
     ) -> Callable[..., Awaitable[Response]]:
-        """Return an endpoint that raises all errors as Fault; for unknown ones FastAPI would close
-        the connection.
+        """Return an endpoint that raises every error as a Fault. After errors that FastAPI does not
+        know, it would close the connection.
         """
 
         @wraps(endpoint)
@@ -234,7 +235,7 @@ class RequestReader:
                 return await endpoint(**arguments)
             except ClientDisconnect:
                 self.counts["clients_left"] += 1
-                return Response(status_code=499)  # which is not read
+                return Response(status_code=499)  # its client is gone
             except LimitError as error:
                 self.refused[error.limit] += 1
                 raise fault_of(error) from error
@@ -245,8 +246,10 @@ class RequestReader:
 
 
 def _of_likeliest_types(faults: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Return faults with the paths of their fields; of each field's, the deepest ones: those of the
-    type that the value is most like.
+    """Return validation errors with the locations of their fields, for each field only the deepest.
+
+    If a field's type is a union, pydantic reports errors for each of its types; the deepest are
+    those of the type that the value resembles most.
     """
     shown = [ErrorDetails(**(fault | {"loc": _fields(fault)})) for fault in faults]
     deepest = dict[tuple[int | str, ...], int]()
@@ -257,11 +260,10 @@ def _of_likeliest_types(faults: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:
-    """Return the path of a fault in the body, without names of types."""
+    """Return an error's location in the body, without the names of types that pydantic inserts."""
     path = fault["loc"]
-    keys = (
-        path[-1:] if fault["type"] in ("missing", "extra_forbidden") else ()
-    )  # a client's own name is never a type's
+    # the last part is then certainly a field's name, even if it looks like a type's
+    keys = path[-1:] if fault["type"] in ("missing", "extra_forbidden") else ()
     fields = (
         part
         for part in path[: len(path) - len(keys)]
@@ -271,8 +273,8 @@ def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns; cancel it, and raise ClientDisconnect, when the client
-    disconnects.
+    """Run a coroutine and return its result; if the client disconnects before, cancel it and raise
+    ClientDisconnect.
     """
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -289,7 +291,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def fault_of(error: Exception) -> Fault:
-    """Return the answer to an error."""
+    """Return the Fault that answers an error; log errors that are not expected (status 500)."""
     if isinstance(error, Fault):
         return error
     if isinstance(error, HTTPException):  # FastAPI found no such path or method
@@ -308,8 +310,8 @@ def fault_of(error: Exception) -> Fault:
 
 
 async def check_framing(request: Request) -> None:
-    """Raise Fault if the body's length is given twice: a proxy may have used the other one (request
-    smuggling).
+    """Raise Fault for both Content-Length and Transfer-Encoding: a proxy may have used the one that
+    this server does not use (request smuggling).
     """
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
         text = "Content-Length and Transfer-Encoding exclude each other; send one of them"
@@ -317,7 +319,7 @@ async def check_framing(request: Request) -> None:
 
 
 async def check_running(request: Request) -> None:
-    """Raise Fault once the application has been told to stop."""
+    """Raise Fault (503) if the server is stopping."""
     if request.app.state.is_stopping:
         headers = {**RETRY, "Connection": "close"}
         text = "the server is stopping; retry later"
@@ -325,7 +327,7 @@ async def check_running(request: Request) -> None:
 
 
 def _gateway_name(request: Request, header: str) -> str | None:
-    """Return the value of a gateway's header, None without it; raises Fault unless it is a name."""
+    """Return the value of a gateway's header, or None; raises Fault if it is no valid name."""
     name = request.headers.get(header)
     if name is not None and not GATEWAY_NAME.fullmatch(name):
         text = f"header {header} must be 1 to 253 visible ASCII characters without spaces, got {reprlib.repr(name)}"

@@ -1,4 +1,4 @@
-"""Answers and events of OpenAI's Responses API."""
+"""Responses and stream events of OpenAI's Responses API; request bodies are in ``responses.py``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_slospec.server.choices import Choice, Piece
 if TYPE_CHECKING:
     from hf_slospec.server.responses import ResponsesBody
 
-# Types of parts, and of their events, by kind of block.
+# Types of content parts and of their events, by kind of block.
 TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
 ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
-# Fields of a request that its response repeats, with their values where they are left out.
+# Fields of a request that the response repeats, with the values for those left out.
 ECHOED: dict[str, Any] = {
     "instructions": None, "max_output_tokens": None, "parallel_tool_calls": True, "metadata": {}, "user": None,
     "text": {"format": {"type": "text"}}, "reasoning": {"effort": None, "summary": None},
@@ -33,8 +33,8 @@ class ResponseAnswer(BlockAnswer):
         self._number = 0
         self._chat = chat
         self.wants_logprobs = chat.wants_logprobs
-        self._logprobs = list[dict[str, Any]]()  # of the last text
-        self._num_sent = 0  # of these, that events have sent
+        self._logprobs = list[dict[str, Any]]()  # of the tokens of the last text
+        self._num_sent = 0  # number of these log probabilities that events have sent
 
     def begin(self, choices: Sequence[Choice]) -> str:
         response = self._response("in_progress")
@@ -58,9 +58,8 @@ class ResponseAnswer(BlockAnswer):
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
         if self.wants_logprobs:
             added = self._chat.token_logprobs(piece)
-            if (
-                piece.parts.reasoning or piece.parts.tool_calls
-            ):  # leave out the tokens before those of the text
+            if piece.parts.reasoning or piece.parts.tool_calls:
+                # keep only the last tokens, whose texts make up the content
                 lengths = accumulate(len(each["token"]) for each in reversed(added))
                 num_text = sum(length <= len(piece.parts.content) for length in lengths)
                 added = added[len(added) - num_text :]
@@ -104,7 +103,7 @@ class ResponseAnswer(BlockAnswer):
         return self._numbered(kind, item_id=self.blocks[index]["id"], output_index=index, **fields)
 
     def _of_part(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event of the last item's only part."""
+        """Return an event for the only content part of the last item."""
         return self._of_item(kind, content_index=0, **fields)
 
     def _added_item(self, item: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +160,7 @@ class ResponseAnswer(BlockAnswer):
         yield self._done_item(status="completed", arguments=arguments)
 
     def _part(self, kind: str, is_empty: bool = False) -> dict[str, Any]:
-        """Return the only part of the last item, with the text so far."""
+        """Return the only content part of the last item, with its text so far."""
         part: dict[str, Any] = {"type": TEXTS[kind], "text": "" if is_empty else self._text}
         if kind == "text":  # reasoning has no log probabilities
             part |= {"annotations": [], "logprobs": [] if is_empty else self._logprobs}

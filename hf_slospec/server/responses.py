@@ -1,4 +1,6 @@
-"""OpenAI's Responses API: its bodies, translated into chats. Nothing is stored."""
+"""Request bodies of OpenAI's Responses API, translated into chats; no response is stored. Responses
+and events are in ``response_events.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ LOGPROBS = "message.output_text.logprobs"
 class InputText(ClosedModel):
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] | None = None  # ignored, as are logprobs: the model does not read them
+    annotations: list[Any] | None = None  # ignored, like logprobs, as chats have no such field
     logprobs: list[Any] | None = None
 
     @property
@@ -88,9 +90,8 @@ class ReasoningText(ClosedModel):
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    summary: Annotated[list[Any], Field(max_length=0)] = Field(
-        default_factory=list
-    )  # this server makes none
+    # must be empty, as this server makes no summaries
+    summary: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)
     encrypted_content: None = None
 
     @property
@@ -128,12 +129,12 @@ class NamedFunction(ClosedModel):
 
     @property
     def of_chat(self) -> dict[str, Any]:
-        """Return it as a tool of a chat's ``tool_choice``."""
+        """The function in the form that a chat's ``tool_choice`` has it."""
         return function_tool(name=self.name)
 
 
 class AllowedFunctions(ClosedModel):
-    """The functions that the model may call, and whether it must."""
+    """The functions that the model may call, and whether it must call one."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -164,7 +165,7 @@ class ReasoningOptions(ClosedModel):
     effort: str | None = Field(
         None, description="The chat template's variable reasoning_effort, if it has it."
     )
-    summary: Literal["auto"] | None = None  # none is made
+    summary: Literal["auto"] | None = None  # ignored: no summary is made
 
 
 class InputChat(ChatBody):
@@ -183,7 +184,7 @@ class ResponsesBody(CommonBody, ForeignBody):
     store: bool | None = None
     previous_response_id: str | None = None
     background: Literal[False] | None = None
-    truncation: Literal["auto", "disabled"] | None = None  # auto: no items are dropped, either
+    truncation: Literal["auto", "disabled"] | None = None  # ignored: no items are dropped
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = (
         None
     )
@@ -212,7 +213,7 @@ class ResponsesBody(CommonBody, ForeignBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return True if the output's texts have log probabilities."""
+        """Return True if the client asks for log probabilities of the output's text."""
         return LOGPROBS in (self.include or ())
 
     @cached_property
@@ -250,8 +251,8 @@ class ResponsesBody(CommonBody, ForeignBody):
                 return choice
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return the messages of the chat; reasoning, text and calls of one turn become one
-        message.
+        """Return the chat's messages. Items of reasoning, text and tool calls of one turn of the
+        model become one message.
         """
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:

@@ -1,5 +1,5 @@
-"""Check of JSON schemas in a separate process, which ends at its deadline or when the client
-disconnects.
+"""Check of JSON schemas in a separate process (``schema_process.py``), which is killed at its
+deadline or when the client disconnects.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from hf_slospec.server.work import JobSlots
 
 PROGRAM = Path(__file__).with_name("schema_process.py")
 KEPT = 256  # maximum number of valid schemas that are remembered
-# Limit of wall-clock time as a multiple of that of CPU time, as other processes use the CPU
+# Wall-clock limit as a multiple of the limit of CPU time, as other processes use the CPU, too
 WALL_TIMES = 5.0
 
 
 class SchemaCheck:
-    """Checks that schemas can be compiled within limits of time and memory."""
+    """Checks that JSON schemas can be compiled within limits of time and memory."""
 
     def __init__(self, limits: RequestLimits):
         self.limits = limits
-        self.slots = JobSlots(
-            1, limits.waiting
-        )  # one at a time: compiling competes with the model for the CPU
+        # one process at a time: compiling competes with the model for the CPU
+        self.slots = JobSlots(1, limits.waiting)
         self._valid: dict[str, None] = {}  # an ordered set, oldest first
 
     async def check(
         self, client: str, schema: dict[str, Any], field: str = "response_format"
     ) -> None:
-        """Return if a schema can be compiled; ``field`` of the body has it.
+        """Check that a schema can be compiled.
+
+        Args:
+            client: name of the client, for fair scheduling.
+            field: field of the body that has the schema, for messages.
 
         Raises:
-            InvalidInputError: it is invalid, or cannot be followed.
-            LimitError: compiling it takes too long, or too much memory.
+            InvalidInputError: the schema is invalid, or outputs cannot be made to follow it.
+            LimitError: compiling takes too long, or too much memory.
             BusyError: too many checks wait.
         """
         if (key := json.dumps(schema)) in self._valid:
@@ -58,12 +61,12 @@ class SchemaCheck:
             del self._valid[next(iter(self._valid))]
 
     async def _compile(self, schema: str, field: str) -> str:
-        """Return why a schema cannot be compiled; an empty text if it can."""
+        """Return the reason why a schema cannot be compiled; an empty text if it can."""
         seconds = self.limits.schema_s
         memory = self.limits.schema_memory_bytes
         job = f'{{"schema": {schema}, "options": {json.dumps(JSON_OPTIONS)}}}'.encode()
-        # Not asyncio's: uvloop runs Python between fork and exec, which crashes where gRPC or
-        # others have threads.
+        # Not asyncio's subprocesses: uvloop runs Python between fork and exec, which crashes in
+        # processes with threads, such as gRPC's.
         process = subprocess.Popen(
             [sys.executable, "-P", str(PROGRAM), str(seconds), str(memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -71,13 +74,13 @@ class SchemaCheck:
         loop = asyncio.get_running_loop()
         timeout_s = WALL_TIMES * (seconds + 1)
         try:
-            # Shielded, so that the process is waited for even if its client leaves before a thread
-            # begins to.
+            # Shielded, so that a thread waits for the process to end even if the client disconnects
+            # before the thread has started.
             fault = await asyncio.shield(
                 loop.run_in_executor(None, _outcome, process, job, timeout_s)
             )
         finally:
-            # If it still runs because the client left; the thread above then returns
+            # It still runs if the client has disconnected; the thread above then returns
             process.kill()
         if process.returncode:
             raise LimitError(
@@ -89,7 +92,7 @@ class SchemaCheck:
 
 
 def _outcome(process: subprocess.Popen[bytes], job: bytes, timeout_s: float) -> bytes:
-    """Return what a process writes, which is killed after a while."""
+    """Return what a process writes to standard output; kill it after ``timeout_s`` seconds."""
     try:
         return process.communicate(job, timeout_s)[0]
     except subprocess.TimeoutExpired:

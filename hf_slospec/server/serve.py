@@ -1,4 +1,6 @@
-"""Start of the HTTP server in this process."""
+"""Start of the HTTP server with its engine in this process. A server with replicas is started in
+``replicas/start.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from hf_slospec.server.loading import load_generator, size_and_place
 from hf_slospec.server.options import ServeOptions, ServerOptions
 
 DRAIN_S = 30  # seconds for requests to finish after the first signal
-# Switch interval of Python's threads; the default of 5 ms delays every chunk by as much
+# Seconds after which Python switches threads; its default of 5 ms would delay every chunk by 5 ms
 SWITCH_S = 5e-4
 CHAT_PROMPT = "Write a short poem about the sea."
 BASE_PROMPT = "Once upon a time,"
@@ -30,10 +32,12 @@ EMBEDDED_PROMPT = "def main():"  # the embedded target continues Python
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Load the models, serve until a signal ends it, and finish the requests that have begun.
+    """Load the models, serve until SIGINT or SIGTERM, and finish the requests in progress.
 
-    Of the processes of a tensor-parallel model, the first one serves, and the others compute until
-    it ends."""
+    With tensor parallelism, only the first process serves; the others compute until it ends.
+
+    Args:
+        say: called with texts for the user."""
     sys.setswitchinterval(SWITCH_S)
     if options.tensor_parallel_size == 1 or os.environ.get("RANK") == "0":
         say(
@@ -41,7 +45,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         )
     with load_generator(options, options.config, options.chat_template) as generator:
         if not generator.decoder.speculator.target.ranks.is_first:
-            for number in (signal.SIGINT, signal.SIGTERM):  # the first process gets them, too
+            # ignored here: the first process gets the signals, too, and stops all processes
+            for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             return
         engine = LocalEngine(generator, options.response_template, options.bounds.new_work())
@@ -57,8 +62,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
 
 
 def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:
-    """Return what a user needs to know after the start: model, device, address, speed, and requests
-    to try.
+    """Return the text for the user after the start: model, device, drafter, address, speed, and
+    example requests.
     """
     speculator = generator.decoder.speculator
     step_s = float(speculator.costs.verify_s(1, 1, 0))
@@ -82,8 +87,12 @@ def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:
 def requests_to_try(
     options: ServerOptions, url: str, is_chat: bool, slo_s: float
 ) -> tuple[str, str]:
-    """Return a request for curl and for OpenAI's client: of a chat, if the model has a chat
-    template.
+    """Return an example request for curl and one for OpenAI's Python client.
+
+    Args:
+        url: address of the API, including /v1.
+        is_chat: make chats, not completions.
+        slo_s: TPOT SLO in seconds.
     """
     body: dict[str, Any] = {"model": options.name}
     if is_chat:

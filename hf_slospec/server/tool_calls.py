@@ -1,5 +1,5 @@
-"""Split of a chat's answer into content, reasoning and tool calls, by the model's response
-template.
+"""Parsers of the model's output: they split a chat's answer into content, reasoning and tool calls,
+by the model's response template. Messages of requests are in ``chats.py``.
 """
 
 from __future__ import annotations
@@ -14,23 +14,19 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from hf_slospec.server.chats import function_tool
 
-REASONING = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # names of the field in response templates
+# Names that response templates use for the field with reasoning
+REASONING = ("reasoning_content", "reasoning", "thinking")
 TOOL_CALLS = "tool_calls"
 
 
 @dataclass
 class AnswerParts:
-    """A section of an answer, split into content, reasoning and tool calls."""
+    """Part of an answer, split into content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # in the form of OpenAI's streams
+    # in the format of OpenAI's streams
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __add__(self, after: AnswerParts) -> AnswerParts:
         calls = self.tool_calls + after.tool_calls
@@ -50,18 +46,18 @@ class CallParts:
     """Parser for an answer that must be a JSON array of tool calls."""
 
     def __init__(self) -> None:
-        # calls so far, and the text after the last one
+        # number of complete calls, and the text after the last of them
         self.num_calls = 0
         self._pending = ""
 
     def push(self, text: str, is_last: bool) -> AnswerParts:
-        """Return the tool calls that more text completes. What is left of one that is cut off is
-        content.
+        """Return the tool calls that ``text`` completes. At the end, the text of an incomplete call
+        is returned as content.
         """
         parts = AnswerParts()
         decoder = json.JSONDecoder()
         self._pending += text
-        while "}" in text:  # otherwise it completes no call
+        while "}" in text:  # other text completes no call
             self._pending = self._pending.lstrip("[, \n\t")
             try:
                 call, end = decoder.raw_decode(self._pending)
@@ -76,7 +72,7 @@ class CallParts:
 
 
 class TemplateParts:
-    """Parser for a model with a response template, on transformers' incremental parser."""
+    """Parser for a model with a response template; wraps transformers' incremental parser."""
 
     def __init__(
         self,
@@ -88,9 +84,9 @@ class TemplateParts:
         """Create a parser.
 
         Args:
-            prefix: text of the prompt, which may begin a region.
-            tools: give the types of arguments.
-            max_calls: further tool calls are left out.
+            prefix: text of the prompt, which may open a region of the template, such as reasoning.
+            tools: tools of the request, whose schemas give the types of arguments.
+            max_calls: maximum number of tool calls; further ones are dropped. None: no maximum.
         """
         self._max_calls = max_calls
         self._parser: ResponseParser | None = ResponseParser(
@@ -98,21 +94,19 @@ class TemplateParts:
         )
         self.num_calls = 0
         self._has_content = False
-        # text since the last parsed region or delimiter
         self._in_call = False
-        self._pending = ""
+        self._pending = ""  # text since the last parsed region or delimiter
 
     def push(self, text: str, is_last: bool) -> AnswerParts:
-        """Return the parts that more text completes. A tool call that cannot be parsed becomes
+        """Return the parts that ``text`` completes. A tool call that cannot be parsed becomes
         content, unchanged.
 
         Whitespace before the content is removed: templates put it between reasoning or tool calls
         and the content.
         """
         parts = AnswerParts()
-        for index, char in enumerate(
-            text
-        ):  # one by one, so that the parts do not depend on the pieces of text
+        # character by character, so that the result does not depend on how the text is split
+        for index, char in enumerate(text):
             if not self._feed(char, parts):
                 parts.content += text[index + 1 :]
                 break
@@ -124,8 +118,8 @@ class TemplateParts:
         return parts
 
     def _feed(self, char: str | None, parts: AnswerParts) -> bool:
-        """Add the parts that a character, or the end (None), completes; return False if the text
-        cannot be parsed.
+        """Add what a character, or the end of the text (None), completes to ``parts``; return False
+        if the text cannot be parsed.
         """
         if self._parser is None:
             parts.content += char or ""
@@ -134,19 +128,14 @@ class TemplateParts:
         try:
             events = self._parser.finalize()[1] if char is None else self._parser.feed(char)
             self._take(events, parts)
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-        ):  # the template cannot parse what the model wrote
+        except (ValueError, TypeError, LookupError, AttributeError):
+            # the template cannot parse what the model wrote: the rest is content
             parts.content += self._pending
             self._parser = None
             return False
         if not self._in_call:
-            self._pending = self._parser._buffer[
-                self._parser._pos :
-            ]  # possibly the beginning of a delimiter
+            # possibly the beginning of a delimiter
+            self._pending = self._parser._buffer[self._parser._pos :]
         return True
 
     def _take(self, events: Sequence[dict[str, Any]], parts: AnswerParts) -> None:
@@ -174,7 +163,7 @@ class TemplateParts:
 
 
 def _call(index: int, parsed: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call in the form of OpenAI's streams, with its arguments as a JSON text."""
+    """Return a tool call in the format of OpenAI's streams, with its arguments as JSON text."""
     arguments = parsed.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     call = function_tool(name=str(parsed["name"]), arguments=text)
@@ -185,8 +174,8 @@ Parser = PlainParts | CallParts | TemplateParts
 
 
 def response_template(model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return the response template of a tokenizer, or else that of transformers' server for this
-    model type.
+    """Return the tokenizer's response template, else the one that transformers' server has for the
+    model type, else None.
     """
     from transformers.cli.serving.utils import get_response_template
 

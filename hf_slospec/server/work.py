@@ -1,5 +1,5 @@
-"""Preparation of requests in a bounded thread pool, shared fairly by clients, and dropped when a
-client disconnects.
+"""Thread pool for the preparation of requests, such as tokenizing. Its queue is bounded, clients
+share it fairly, and the jobs of clients that disconnect are dropped.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ T = TypeVar("T")
 
 
 class BusyError(QueueFull):
-    """Too many jobs are waiting."""
+    """A job is refused because too many jobs are waiting."""
 
 
 class JobSlots:
-    """Slots for concurrent jobs, given to waiting clients in round-robin order. Belongs to one
-    event loop.
+    """Limit of concurrent jobs: each job holds a slot. Free slots go to waiting clients in
+    round-robin order, so that many jobs of one client hardly delay other clients.
 
-    The jobs of one client thus delay those of others little. If too many jobs wait, the last one of
-    the client with most waiting jobs is refused.
+    If too many jobs wait, the last job of the client with most waiting jobs is refused. All calls
+    must come from one event loop.
     """
 
     def __init__(self, num_slots: int, max_waiting: int):
         self.num_slots = num_slots
         self.max_waiting = max_waiting
         self.num_running = self.num_waiting = 0
-        self.num_refused = self.num_dropped = (
-            0  # jobs so far: because too many waited, and because the client left
-        )
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
+        # jobs so far: refused as too many waited, dropped as the client disconnected
+        self.num_refused = self.num_dropped = 0
+        # waiting jobs by client; the first client in the dict gets the next slot
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @contextlib.asynccontextmanager
     async def slot(self, client: str) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it within the context; raises BusyError."""
+        """Wait for a slot, and hold it inside the context; raises BusyError."""
         await self.enter(client)
         try:
             yield
@@ -48,7 +48,7 @@ class JobSlots:
             self.leave()
 
     async def enter(self, client: str) -> None:
-        """Wait for a slot; raises BusyError."""
+        """Wait for a slot, which :meth:`leave` releases; raises BusyError."""
         if self.num_running < self.num_slots:  # then no client waits
             self.num_running += 1
             return
@@ -68,23 +68,24 @@ class JobSlots:
             raise
 
     def leave(self) -> None:
-        """Give the slot to the next client."""
+        """Release a slot, and give it to a job of the next waiting client."""
         self.num_running -= 1
         while self._waiting:
             client = next(iter(self._waiting))
             jobs = self._waiting.pop(client)
             slot = jobs.popleft()
             if jobs:
-                self._waiting[client] = jobs  # at the end of the round
+                self._waiting[client] = jobs  # as the last client of the round
             self.num_waiting -= 1
-            if not slot.cancelled():  # its client may have left in this very turn of the event loop
+            # the job may have been cancelled in this turn of the event loop
+            if not slot.cancelled():
                 self.num_running += 1
                 slot.set_result(None)
                 return
 
     def _refuse_last(self, client: str) -> None:
-        """Refuse the last job of the client with most waiting jobs; raise BusyError if that is the
-        new job.
+        """Refuse the last job of the client with most waiting jobs; raise BusyError if the new job
+        of ``client`` is that job.
         """
         self.num_refused += 1
         error = BusyError("the server has too many requests to prepare; retry later")
@@ -106,7 +107,7 @@ class JobSlots:
 
 
 class Work(JobSlots):
-    """Thread pool for jobs that end soon, as a thread cannot be stopped."""
+    """Thread pool for short jobs: one that runs cannot be stopped."""
 
     def __init__(self, num_threads: int = 4, max_waiting: int = 256):
         super().__init__(num_threads, max_waiting)
@@ -119,11 +120,11 @@ class Work(JobSlots):
         *arguments: Any,
         undo: Callable[[T], None] | None = None,
     ) -> T:
-        """Return the result of a function that runs in a thread of the pool.
+        """Run a function in a thread of the pool, and return its result.
 
         Args:
-            client: on whose account the job waits.
-            undo: called with the result if the client has disconnected meanwhile.
+            client: name of the client, for fair scheduling.
+            undo: called with the result if the caller is cancelled before it gets the result.
 
         Raises:
             BusyError: too many jobs wait.
