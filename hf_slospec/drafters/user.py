@@ -21,7 +21,9 @@ OPTIONAL = {name for name in vars(Drafter) if not name.startswith("_")} - {
 
 
 class UserDrafter(Drafter):
-    """Adds the defaults of ``Drafter`` to an object that need not inherit from it."""
+    """Wrapper that adds the default methods of :class:`Drafter` to a user's object, which need not
+    inherit from it.
+    """
 
     def __init__(self, drafter: Drafter, keeps_rng: bool):
         """``keeps_rng``: restore the global generator after drafting, as the target samples from
@@ -46,7 +48,7 @@ class UserDrafter(Drafter):
 
 @dataclass(frozen=True, repr=False)
 class UserMethod(DraftMethod):
-    """A drafter that the user wrote."""
+    """Method that drafts with an object that the user wrote."""
 
     drafter: Drafter
 

@@ -81,7 +81,7 @@ def count_until(needed: float, path_probs: FloatArray, at_most: int) -> int:
 
 
 def expected_tokens(path_probs: FloatArray) -> FloatArray:
-    """Return the expected tokens if the root and its first 0, 1, 2, ... nodes are verified. ->
+    """Return the expected tokens if the root and its first 0, 1, 2, ... nodes are verified.  ->
     [len(path_probs) + 1] f64
     """
     return np.cumsum(np.concatenate(([1.0], path_probs)))

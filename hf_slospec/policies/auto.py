@@ -314,7 +314,7 @@ class AutoPolicy(NamedPolicy):
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """Return the weight of each request by how far it is behind its SLO, and log a warning for
-        requests whose SLO is unattainable. -> [num_requests] f64
+        requests whose SLO is unattainable.  -> [num_requests] f64
         """
         if all(request.pace_s is None for request in requests):
             return np.ones(len(requests))

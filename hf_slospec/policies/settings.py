@@ -99,7 +99,7 @@ class PolicySettings(BaseModel):
     @field_validator("policy_options", mode="before")
     @classmethod
     def _validate_options(cls, value: Any, info: ValidationInfo) -> Any:
-        """Check ``policy_options`` against the options class of the policy that ``policy`` names."""
+        """Check ``policy_options`` against the options class of the policy named by ``policy``."""
         # ``policy`` is invalid, which its own validator reports
         if "policy" not in info.data:
             return PolicyOptions()
@@ -131,5 +131,5 @@ class PolicySettings(BaseModel):
         return type(self).model_validate({**values, **update})
 
     def options_of(self, kind: type[Options]) -> Options:
-        """Return ``policy_options`` if they are of class ``kind``, else the defaults of ``kind``."""
+        """Return ``policy_options`` if of class ``kind``, else the defaults of ``kind``."""
         return self.policy_options if isinstance(self.policy_options, kind) else kind()

@@ -94,7 +94,7 @@ def urgency(
 
 
 def row_weights(requests: Sequence[Request], costs: StepCosts) -> FloatArray:
-    """Return the :func:`end_weights` of requests, scaled to a mean of 1. -> [num_requests] f64
+    """Return the :func:`end_weights` of requests, scaled to a mean of 1.  -> [num_requests] f64
 
     All weights are 1 if a request has an SLO, or returns before the other rows of its call end.
     """

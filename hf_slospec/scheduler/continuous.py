@@ -365,7 +365,9 @@ class ContinuousScheduler(Slots):
         return in_order_of_preemption(spare)
 
     def preempt(self, request: Request, now_s: float) -> None:
-        """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""
+        """Move a running request back to the queue; it keeps its tokens, and the engine drops its
+        K/V.
+        """
         self._stop_running(request)
         self._queue(request, now_s)
 
