@@ -20,6 +20,7 @@ from hf_slospec.model.loading import hub_options
 LOADING_ERRORS = (
     OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
+# File patterns of pickled weights, which are never loaded
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 

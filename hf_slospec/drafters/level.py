@@ -294,8 +294,8 @@ def _paths(nodes: torch.Tensor, num_last: int, depth: int) -> torch.Tensor:
 def _is_worthwhile(
     nodes: torch.Tensor, path_logprobs: torch.Tensor, depth: int, limits: LevelLimits
 ) -> torch.Tensor:
-    """Return the rows for which one more level may be worth its time; no rows if it is not for all
-    of them together.  -> [num_rows] bool
+    """Return the rows for which one more level may be worth its time; none if the gains of all rows
+    together are too small. -> [num_rows] bool
 
     ``path_logprobs`` [num_rows, beam] f32 are those of the last level, at ``depth``.
     """

@@ -122,7 +122,7 @@ def load_drafter(
     share_texts: bool | PastAnswers = False,
     allow_missing: bool = False,
 ) -> DraftMethod:
-    """Load a drafter for a target; its kind is logged.
+    """Load a drafter for a target, and log its kind.
 
     ``drafter=`` takes the same sources. A drafter that is loaded first can have options, be
     inspected, and serve several generators.
@@ -206,7 +206,7 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
 
 
 def _check_order(parts: Sequence[Source]) -> None:
-    """Raise InvalidInputError if a part before the last one has a model, as far as names tell."""
+    """Raise InvalidInputError if a part before the last one has a model, judging by its name."""
     named = named_drafters()
     if any(
         isinstance(part, str) and (part not in named or named[part].has_model)
@@ -216,8 +216,8 @@ def _check_order(parts: Sequence[Source]) -> None:
 
 
 def _open(source: str) -> Checkpoint:
-    """Return the checkpoint of a drafter that is no known name; the error, if there is none, lists
-    the known names.
+    """Return the checkpoint in a folder or Hub repository; if there is none, the error lists the
+    drafters that are known by name.
     """
     if not source:
         raise _no_source(source)

@@ -37,13 +37,13 @@ class NamedDrafter:
 class HeadFormat:
     """A published format of drafting heads."""
 
-    # name with its publishers, for error messages; fields of the checkpoint's config are filled in
-    # for names in braces
+    # name of the format and its publishers, for error messages; ``{field}`` in it stands for a
+    # field of the checkpoint's config
     name: str
     recognises: Callable[[Checkpoint], bool]
     # (checkpoint, target) -> head; None: not implemented
     load: Callable[[Checkpoint, Any], Head] | None = None
-    reason: str = ""  # why it cannot be loaded, as the error message goes on
+    reason: str = ""  # why it cannot be loaded; appended to the error message
 
 
 @dataclass(frozen=True)

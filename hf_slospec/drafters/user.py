@@ -14,6 +14,7 @@ from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
+# Attributes of Drafter that a user's object may leave out
 OPTIONAL = {name for name in vars(Drafter) if not name.startswith("_")} - {
     "draft",
     "feature_layers",
@@ -26,8 +27,8 @@ class UserDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter, keeps_rng: bool):
-        """``keeps_rng``: restore the global generator after drafting, as the target samples from
-        it.
+        """Wrap a user's object. ``keeps_rng``: restore torch's global random generator after
+        drafting, as the target samples from it.
         """
         self._drafter = drafter
         self._keeps_rng = keeps_rng

@@ -31,7 +31,7 @@ def beam_ranks(forest: Forest) -> IntArray:
 class Drafted:
     """Shape and number of the trees that a step drafted."""
 
-    depth: int  # planned levels; levels that drafting stopped before count as drafted without nodes
+    depth: int  # planned levels; those behind an early stop count as drafted without nodes
     width: int
     num_trees: int  # trees with drafts; the other requests of the step have only a root
 

@@ -13,7 +13,7 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import BoolArray, FloatArray
 
-MAX_BEHIND = 2.0  # Tokens behind its SLO beyond which a request's weight does not rise further
+MAX_BEHIND = 2.0  # tokens behind its SLO beyond which a request's weight does not rise further
 # Size of a request's cushion, in standard deviations of the tokens that its remaining steps commit
 CUSHION = 2.0
 # Exponent p of the p-norm that approximates the maximum of the rows' remaining steps. In

@@ -93,12 +93,16 @@ def best_lengths(
     tokens = tokens[: last.max()]
     seconds = seconds[: last.max()]
     is_step = (tokens >= np.maximum(loads, 1)[:, None]) & (tokens <= last[:, None])
-    is_step &= (longest <= max_len)[:, None]  # Acc saturates at 1 / (1 - a)
-    is_due = (lengths == 1) & np.isfinite(slos_s)  # [limits, tiers] takes part when it is due
+    # no length is enough for some limits, as Acc(s) never exceeds 1 / (1 - a)
+    is_step &= (longest <= max_len)[:, None]
+    # [limits, tiers] bool: the tier decodes plainly, so its requests take part only when a token is
+    # due
+    is_due = (lengths == 1) & np.isfinite(slos_s)
     loads = (lengths * ~is_due) @ num_decoding  # tokens per step
     due = is_due @ (num_decoding / slos_s)  # tokens per second
     rates = (tokens - loads[:, None]) / (seconds + draft_s[:, None]) - due[:, None]
-    rates = np.where(is_step, np.maximum(rates, 0.0), -np.inf)  # negative only by rounding
+    # rates are negative only by rounding
+    rates = np.where(is_step, np.maximum(rates, 0.0), -np.inf)
     rates = rates.max(axis=1, initial=-np.inf)
     best = int(np.argmax(rates))
     if rates[best] == -np.inf:
@@ -310,8 +314,9 @@ def _undominated(counts: IntArray, left: FloatArray) -> IntArray:
     """
     order = np.lexsort((-left[:, 1], -left[:, 0], *counts.T))  # stable
     group = np.cumsum((np.diff(counts[order], axis=0, prepend=counts[order[:1]]) != 0).any(axis=1))
-    # Within a group the K/V slots fall, so the prompt tokens must rise. They become ranks, raised
-    # from group to group.
+    # Within a group of equal counts, K/V slots descend, so a state survives only if it leaves more
+    # prompt tokens than all states before it. Prompt tokens become ranks, higher from group to
+    # group, so that one running maximum serves all groups.
     budgets = np.unique(left[order, 1], return_inverse=True)[1].reshape(-1) + group * len(order)
     highest_before = np.maximum.accumulate(np.concatenate(([-1], budgets)))[:-1]
     return np.sort(order[budgets > highest_before])

@@ -138,7 +138,9 @@ class BatchFormation:
         return float(self._step_s(guaranteed, math.ceil(arriving)))
 
     def _steady_s(self, decoding: Sequence[Request]) -> float:
-        """Return the longest step in which one token keeps every guaranteed request on pace."""
+        """Return the maximum seconds of a step for which one token per step keeps all guaranteed
+        requests on pace.
+        """
         paces_s = (
             request.pace_s
             for request in decoding

@@ -199,8 +199,7 @@ class ContinuousScheduler(Slots):
         if not len(self._undecided):
             return
         is_lost = self._lost(now_s)
-        # Of the waiting requests, which may be many, ``Undecided.earliest`` checks only the first
-        # ones.
+        # ``Undecided.earliest`` checks the waiting requests, but as few as possible of them.
         for request in [
             request for request in self.running if request in self._undecided and is_lost(request)
         ]:
@@ -227,8 +226,8 @@ class ContinuousScheduler(Slots):
         return is_lost
 
     def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
-        """Guarantee the SLOs of those requests for which admission control allows it; return
-        whether there are any.
+        """Guarantee the SLOs of those undecided requests for which admission control allows it;
+        return whether there are any.
         """
         if not undecided:
             return False
@@ -385,8 +384,7 @@ class ContinuousScheduler(Slots):
         request until one has finished.
 
         Returns:
-            The preempted requests; none if only requests that may not be preempted, or one, are
-            left.
+            The preempted requests; none if at most one request or no preemptible one is running.
         """
         spare = self._spare()
         victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]

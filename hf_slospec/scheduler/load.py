@@ -56,6 +56,7 @@ POWER = 4.0
 # many fewer unfinished requests.
 AFFINITY = 2.0
 LEAST_S = 1e-6  # seconds; shorter SLOs count as this long
+# Step times of a replica that has reported none: steps take no time
 FREE = LatencyCurve((1,), (0.0,))
 
 

@@ -32,7 +32,7 @@ FIRST = 0.0  # key of the correction for TTFT SLOs among the corrections by TPOT
 FADE = 0.01
 # Initial guess of the standard deviation, over requests, of the logarithm of mean tokens per step
 SPREAD = 0.2
-SPREAD_WEIGHT = 0.05  # weight of one request in the running average of that variance
+SPREAD_WEIGHT = 0.05  # weight of one request in the running average of the square of that deviation
 REVIEW = 16  # recompute the planned share at least once in this many steps
 
 
