@@ -64,7 +64,7 @@ class AssistantDrafter(PackedDrafter):
     FEW = MAX_CATCH_UP
 
     def __init__(self, packed: PackedModel, room: Room, network: Network | None = None):
-        """Create a drafter without requests; ``network`` None takes the target's token ids."""
+        """Create a drafter without requests; if ``network`` is None, token ids are the target's."""
         super().__init__(packed, room)
         self.network = network or AssistantNetwork(room.vocab_size)
 

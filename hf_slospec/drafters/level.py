@@ -218,8 +218,8 @@ class Level:
         return scores if self.is_coupled else self.extended(scores, self.vocabulary)
 
     def extended(self, scores: Scores, vocabulary: Vocabulary | None) -> Beam:
-        """Return the beam with its next tree level; ``vocabulary`` is that of the logits, None: the
-        target's.
+        """Return the beam with its next tree level; ``vocabulary`` is the vocabulary of the logits,
+        None: the target's.
         """
         path_logprobs = _logprobs(self.nodes[:, 2, -self.beam :])
         if scores.log_acceptance is not None:

@@ -69,7 +69,7 @@ def drafting_method(
     """Return the drafting method for ``assistant_model`` or ``drafter``; without either, prompt
     lookup.
 
-    The tokenizers are those of :func:`load_drafter`.
+    See :func:`load_drafter` for the tokenizers.
 
     Raises:
         InvalidInputError: both arguments are given, or no drafter has that name.

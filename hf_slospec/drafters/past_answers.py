@@ -102,8 +102,8 @@ class PastAnswers:
         request first needs it.
 
         Args:
-            max_tokens: maximum number of tokens of all answers together, those of running requests
-                included.
+            max_tokens: maximum number of tokens of all answers together, including answers of
+                running requests.
             max_per_prompt: maximum number of answers to one prompt; a small number favours answers
                 of the latest weights if the model is trained meanwhile.
 

@@ -76,7 +76,7 @@ def register(*entries: NamedDrafter | HeadFormat | AssistantKind) -> None:
 
 
 def entries(kind: type[Entry]) -> list[Entry]:
-    """Return all entries of a type, those of other distributions included."""
+    """Return all entries of a type, including entries of other distributions."""
     load_plugins()
     for group in ENTRY_POINTS:
         load_entry_points(group)

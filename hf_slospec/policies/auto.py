@@ -187,7 +187,7 @@ class AutoPolicy(NamedPolicy):
         num_keys = sum(len(request.tokens) for request in requests)
         num_prefill_tokens = self._num_prefill_tokens
         self._outcome = None
-        # the requests that were drafted for; the others have only roots
+        # requests that were drafted for; the trees of all other requests are only roots
         drafting = requests if plan.drafting is None else plan.drafting
         if not (plan.depth and drafting):
             num_tokens = num_requests + num_prefill_tokens

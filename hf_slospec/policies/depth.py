@@ -159,7 +159,7 @@ class DepthControl:
         probe_s: ProbeTime,
     ) -> tuple[int, int]:
         """Return the depth and width to draft in the next step: the shape with the most expected
-        tokens per second, or that of a look if one is due.
+        tokens per second, or the shape of a look if one is due.
 
         Args:
             max_depth, max_width: bounds of the shape.

@@ -74,7 +74,7 @@ def register(*policies: type[NamedPolicy]) -> None:
 
 
 def all_policies() -> dict[str, type[NamedPolicy]]:
-    """Return all policy classes by name, including those of other packages."""
+    """Return all policy classes by name, including the policies of other packages."""
     load_entry_points(ENTRY_POINTS)
     return _POLICIES
 
@@ -136,9 +136,9 @@ def affordable_tokens(costs: StepCosts) -> int:
 def roofline_tokens(costs: StepCosts) -> int:
     """Return the number of tokens per step at the ridge of the measured roofline.
 
-    The roofline is the longer of two times: that of a single token (memory-bound), and the number
-    of tokens divided by the highest measured tokens per second (compute-bound). Below the ridge
-    compute is left unused; above it steps take longer without a higher rate.
+    The roofline is the longer of two times: the time of a single token (memory-bound), and the
+    number of tokens divided by the highest measured tokens per second (compute-bound). Below the
+    ridge compute is left unused; above it steps take longer without a higher rate.
     """
     times_s = _times_s(costs)
     highest_rate = float((np.arange(1, MAX_BUDGET + 1) / times_s).max())

@@ -133,7 +133,7 @@ def prefill_rate(
     """Return the highest prefill rate with which all decoding requests keep their TPOT SLOs.
 
     This is a fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of
-    steps. The arguments are those of :func:`~hf_slospec.scheduler.admission.best_lengths`.
+    steps. See :func:`~hf_slospec.scheduler.admission.best_lengths` for the arguments.
 
     Returns:
         Prompt tokens per second, at least 0; -inf if the TPOT SLOs cannot be met even without
@@ -151,7 +151,7 @@ class Candidate:
     prompt_tokens: int  # prompt tokens that are still to be prefilled
     kv_tokens: int  # K/V slots that it needs
     tier: int  # index of its tightest TPOT SLO among the tiers
-    priority: int = 0  # lower ones are admitted first
+    priority: int = 0  # candidates with lower numbers are admitted first
     # relative value (v_i in the paper) of meeting its SLOs, within its priority; positive
     value: int = 1
     # admitted before and still in prefill, so it stays admitted and keeps its K/V slots
@@ -170,12 +170,12 @@ def admitted(
     not be negative after any admitted prompt, nor may ``rate`` be negative at any time.
 
     The value of a set is the sum of its candidates' values. Priorities are compared
-    lexicographically: as much value of the lowest priority as possible, then as much of the next,
-    and so on, which is the same as values that exceed those of all lower classes together. Of
-    equally valuable sets, the one that leaves most capacity for later candidates is preferred, then
-    the one with earlier deadlines, then the one with lower indices. Forced candidates are always
-    admitted, even if they cannot meet their deadlines or make running requests miss their TPOT
-    SLOs; in that case no other candidate is admitted.
+    lexicographically: the set has as much value of the lowest priority number as possible, then as
+    much of the next, and so on, as if each value exceeded all values of higher priority numbers
+    together. Of equally valuable sets, the one that leaves most capacity for later candidates is
+    preferred, then the one with earlier deadlines, then the one with lower indices. Forced
+    candidates are always admitted, even if they cannot meet their deadlines or make running
+    requests miss their TPOT SLOs; in that case no other candidate is admitted.
 
     Time grows with the number of candidates N times the number of states: one if all candidates
     fit, else up to N^tiers counts and the different sums of values times the trade-offs between K/V

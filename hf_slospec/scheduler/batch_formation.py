@@ -51,8 +51,8 @@ Rank = Callable[[Request, float], tuple[float, ...]]
 class BatchFormation:
     """Forms the batch of each step so that guaranteed requests keep their pace.
 
-    Requests that can wait are skipped in steps that would make others late, or delay first tokens,
-    but not in too many in a row. The rest of a step's time goes to prefill.
+    Requests that can wait are skipped in steps that would make other requests late, or delay first
+    tokens, but not in too many in a row. The rest of a step's time goes to prefill.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class BatchFormation:
         self, running: Sequence[Request], decoding: list[Request], allowed_s: float, now_s: float
     ) -> list[Request]:
         """Return the requests that decode now; requests that can wait are skipped if they would
-        make others late.
+        make other requests late.
         """
         if self._share < 1.0:  # after running out of memory: the requests skipped longest first
             in_order = sorted(decoding, key=lambda request: -self._num_skipped[request])

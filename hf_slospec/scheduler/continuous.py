@@ -28,7 +28,7 @@ from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 
 STARVING = 0  # first queue rank: requests that have waited for ``starvation_s``
 LAST_RANK = 2  # last queue rank: best-effort requests, which preempt no others
-MAX_PREEMPTED = 3  # preemptions after which a request is not preempted for others any more
+MAX_PREEMPTED = 3  # preemptions after which a request is not preempted for other requests any more
 OUTPUT_WEIGHT = 0.1  # weight of the latest finished request in the average output length
 
 
@@ -76,7 +76,7 @@ class ContinuousScheduler(Slots):
         self._undecided = Undecided()
         self._guaranteed_waiting: dict[Request, None] = {}
         self._waiting_since: dict[Request, float] = {}
-        self._protected: set[Request] = set()  # requests that are not preempted for others
+        self._protected: set[Request] = set()  # requests that are not preempted for other requests
         self._has_changed = False  # requests came or left since the last decision on guarantees
         # slots up to which requests are admitted; fewer than ``kv_tokens`` after memory ran out
         self._max_slots = limits.kv_tokens

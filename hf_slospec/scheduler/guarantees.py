@@ -139,8 +139,8 @@ def can_fall_back(tpot_slo_s: float, costs: StepCosts, windows: WindowGuarantees
 
 @functools.lru_cache(maxsize=4096)
 def _used(curve: LatencyCurve, limit_s: float) -> float:
-    """Return the tokens per second of the largest step within the limit, as a share of those of a
-    step of :data:`MAX_STEP` tokens.
+    """Return the tokens per second of the largest step within the limit, as a share of the tokens
+    per second of a step of :data:`MAX_STEP` tokens.
     """
     sizes = np.arange(1, MAX_STEP + 1)
     seconds = curve(sizes)

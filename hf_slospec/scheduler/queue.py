@@ -1,4 +1,4 @@
-"""Queues of waiting requests; a scheduling decision reads only their first entries."""
+"""Queues of waiting requests; a scheduling decision reads only the requests at their front."""
 
 from __future__ import annotations
 
