@@ -1,4 +1,6 @@
-"""Drafting with an assistant model, by beam search of all requests at once."""
+"""Drafting with an assistant model that has the target's tokenizer, by beam search of all requests
+at once.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,21 @@ from hf_slospec.model.tree_mask import chain, draft_nodes
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import IntArray, TokenTree
 
-# Ids by which vocabulary sizes of one tokenizer may differ, as embedding tables are padded
+# Maximum difference of vocabulary sizes, in token ids, that counts as padding of embedding tables
 PADDING = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class AssistantNetwork:
-    """Network of an assistant model with the target's tokens; see :class:`Network`."""
+    """Inputs and outputs of an assistant model whose token ids are the target's; see
+    :class:`Network`.
+    """
 
     vocab_size: int  # the target's; either vocabulary may be padded further than the other
     vocabulary: Vocabulary | None = None
 
     def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return ids, [1, num_tokens] int64."""
+        """Return token ids as ``input_ids``, [1, num_tokens] int64."""
         return {"input_ids": tokens[None]}
 
     def scores(self, outputs: torch.Tensor) -> Scores:
@@ -49,16 +53,18 @@ class AssistantDrafter(PackedDrafter):
 
     Its candidate trees hold every beam node. The draft's K/V cache holds committed tokens only: a
     call first processes all tokens that lack K/V, such as the prompt, tokens decoded without
-    drafting, or the last step's. Many such tokens are processed over several steps, so that a long
-    prompt does not stall other requests; until then the request's trees are only roots.
+    drafting, or those of the last step. If a request has many such tokens, they are processed over
+    several steps, so that a long prompt does not stall other requests; until then its trees are
+    only roots.
     """
 
-    # Maximum number of tokens processed per step, over all requests that lack K/V of more than FEW
+    # Maximum number of tokens that one step processes, over all requests that lack the K/V of more
+    # than FEW tokens
     CATCH_UP = 1024
     FEW = MAX_CATCH_UP
 
     def __init__(self, packed: PackedModel, room: Room, network: Network | None = None):
-        """Make a drafter that has no requests yet; ``network`` by default takes the target's ids."""
+        """Create a drafter without requests; if ``network`` is None, token ids are the target's."""
         super().__init__(packed, room)
         self.network = network or AssistantNetwork(room.vocab_size)
 
@@ -72,14 +78,17 @@ class AssistantDrafter(PackedDrafter):
             return with_roots(requests, dict(zip(ready, trees, strict=True)))
 
     def _with_room(self, requests: Sequence[Request]) -> dict[Request, RequestTokens]:
-        """Reserve slots for one more step; return the draft's tokens of requests that have them."""
+        """Reserve K/V slots for one more step; return the requests that got them, with their tokens
+        in the draft's vocabulary.
+        """
         self.sequences.reserve(requests)
         return {request: request for request in requests}
 
     def _catch_up(self, by_request: dict[Request, RequestTokens]) -> dict[Request, RequestTokens]:
-        """Return the requests that can draft now; prefill others as far as a step may.
+        """Return the requests that can draft now; of the others, prefill as many tokens as one step
+        may.
 
-        Prefixes that several of them have are prefilled once.
+        Prefixes that several requests have in common are prefilled once.
         """
         ready = dict[Request, RequestTokens]()
         num_left = self.CATCH_UP
@@ -114,14 +123,14 @@ class AssistantDrafter(PackedDrafter):
         return beam_search(list(by_request), plan, self.network, run, self.packed.device, rows)
 
     def reuse(self, request: Request) -> int:
-        """Use the K/V of other requests' first tokens; return how many of the request's tokens have
-        K/V.
+        """Use K/V kept for a common prefix with another request; return how many of the request's
+        tokens have K/V.
         """
         return 0 if self.sequences.max_kept is None else self.sequences.reuse(request)
 
     def _run(self, requests: Sequence[RequestTokens], indices: IntArray, level: Level) -> Any:
-        """Forward the last layer of the beam of some requests, or for roots all committed tokens
-        that lack K/V; see ``Level.grown``.
+        """Forward the last tree level of some requests or, at the root, all committed tokens that
+        lack K/V; return the result of ``Level.grown``.
         """
         requests = [requests[index] for index in indices]
         sequences = [self.sequences.of(request) for request in requests]
@@ -145,7 +154,7 @@ class AssistantDrafter(PackedDrafter):
 
 @dataclass(frozen=True, repr=False)
 class AssistantMethod(DraftMethod):
-    """A smaller causal LM with the target's tokenizer."""
+    """Method that drafts with a smaller causal LM with the target's tokenizer."""
 
     assistant: Any
 

@@ -16,7 +16,8 @@ from hf_slospec.model.transfer import DeferredFlags, to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import IntArray, TokenTree
 
-NO_PATH = int(np.float32(-inf).view(np.int32))  # bits of the log probability of a row of padding
+# bits of the f32 log probability -inf, that of rows of padding
+NO_PATH = int(np.float32(-inf).view(np.int32))
 
 
 def beam_search(
@@ -28,18 +29,21 @@ def beam_search(
     num_rows: int | None = None,
     states: torch.Tensor | None = None,
 ) -> list[TokenTree]:
-    """Return the candidate trees of requests, which hold all nodes of the beam.
+    """Return the candidate trees of requests, which hold all nodes of their beams.
 
-    Requests leave the beam once one more level is not worth its time for them. On other devices
-    than a CPU, which would have to wait for the host, all stay until it is worth its time for none.
+    On a CPU, a request leaves the search once one more level is not worth its time for it. On other
+    devices, which would have to wait for the host, all requests stay until one more level is worth
+    its time for none.
 
     Args:
         network: the draft model; see :class:`Level`.
-        run: forwards the last layer of the beam (at first the roots) of the requests at some
-            indices, and returns ``Level.grown``.
-        device: of the draft model.
-        num_rows: rows of the beam, padding included, which stay; None: one per request.
-        states: [num_requests, 1, hidden], inputs of the roots, if the network takes states.
+        run: forwards the last tree level (at first the roots) of the requests at the given indices,
+            and returns the result of ``Level.grown``.
+        device: device of the draft model.
+        num_rows: number of rows of the beam, padding included, none of which leaves; None: one row
+            per request, which may leave.
+        states: [num_requests, 1, hidden], states that are inputs of the roots, if the network takes
+            any.
     """
     flags = DeferredFlags(device)
     trees = dict[int, TokenTree]()
@@ -54,7 +58,8 @@ def beam_search(
         drafting = [requests[index] for index in indices]
         is_last = depth == plan.depth
         is_coupled = any(map(is_ranked, drafting))
-        # With graphs also at the last level, so that it is the graph of one that is not the last.
+        # With CUDA graphs, the last level has limits, too, so that it uses the same graph as other
+        # levels.
         level = replace(
             level, limits=limits if has_graphs or not is_last else None, is_coupled=is_coupled
         )
@@ -99,7 +104,9 @@ def _limits(plan: Plan, requests: Sequence[Request], num_rows: int) -> LevelLimi
 
 
 def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:
-    """Return the nodes of the beam's first layer; see :class:`Beam`.  -> [num_rows, 3, 1] int64"""
+    """Return the roots, the first tree level of the beam; see :class:`Beam`. -> [num_rows, 3, 1]
+    int64
+    """
     padding = [(0, -1, NO_PATH)] * (num_rows - len(requests))
     return torch.tensor(
         [*((request.tokens[-1], -1, 0) for request in requests), *padding], device="cpu"
@@ -107,17 +114,19 @@ def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:
 
 
 def _coupled(requests: Sequence[Request], level: Level, scores: Scores) -> Beam:
-    """Return the beam with its next layer, ranked by the noise of sampled requests and by grammars."""
+    """Return the beam with its next tree level, ranked by the noise of sampled requests and by
+    grammars.
+    """
     logits = scores.logits
     vocabulary = level.vocabulary
     if vocabulary is not None:
-        logits = vocabulary.spread(logits)  # noise and processors are by the target's ids
+        logits = vocabulary.spread(logits)  # noise and logits processors use the target's token ids
     logits = coupled(requests, len(level.sizes) - 1, logits, level.path_tokens)
     return level.extended(scores._replace(logits=logits), None)
 
 
 def _trees(nodes: torch.Tensor, sizes: Sequence[int]) -> list[TokenTree]:
-    """Return candidate trees (node 0 the root, then layer after layer), with one copy from the
+    """Return candidate trees (node 0 is the root, then level after level), with one copy from the
     device.
     """
     tokens, parents, bits = nodes.cpu().numpy().swapaxes(0, 1)

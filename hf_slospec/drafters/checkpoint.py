@@ -1,6 +1,4 @@
-"""Files of a published drafter: its config and its tensors by name, none of which is read on
-opening.
-"""
+"""Checkpoint files of a published drafter: config and tensors by name; opening reads no tensor."""
 
 from __future__ import annotations
 
@@ -22,6 +20,7 @@ from hf_slospec.model.loading import hub_options
 LOADING_ERRORS = (
     OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
 )  # fmt: skip
+# File patterns of pickled weights, which are never loaded
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -29,12 +28,12 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 class Checkpoint:
     """A folder with config.json and safetensors files."""
 
-    source: str  # name in errors
+    source: str  # folder or repository, for error messages
     config: dict[str, Any]
-    files: dict[str, Path]  # by the name of the tensor that they hold
+    files: dict[str, Path]  # tensor name -> file that holds it
 
     def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Return the tensors whose names begin with ``prefix``, by the rest of the name."""
+        """Return the tensors whose names begin with ``prefix``, by the names without the prefix."""
         tensors: dict[str, torch.Tensor] = {}
         for path in dict.fromkeys(self.files.values()):
             with safe_open(path, framework="pt") as file:
@@ -48,18 +47,20 @@ class Checkpoint:
 
     @property
     def architectures(self) -> list[str]:
-        """Return the class names in the config."""
+        """Class names that the config lists as ``architectures``."""
         names: Any = self.config.get("architectures")
         return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
 
     def is_named(self, *parts: str) -> bool:
-        """Return whether a class name holds one of these, in lower case."""
+        """Return whether a class name in the config contains one of ``parts``, which are in lower
+        case.
+        """
         return any(part in name.lower() for name in self.architectures for part in parts)
 
 
 def open_checkpoint(source: str) -> Checkpoint:
-    """Return the checkpoint in a folder, or else in the Hub repository of this name; read no
-    tensor.
+    """Return the checkpoint in the folder ``source`` or, if there is no such folder, in the Hub
+    repository of this name; read no tensor.
     """
     folder = Path(source)
     if not os.path.isdir(source):

@@ -20,15 +20,15 @@ from hf_slospec.model.properties import evaluating
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
-MAX_WAITING = 256  # tokens of one request whose features may wait; more are processed at once
+MAX_WAITING = 256  # maximum tokens of one request whose features wait; more are processed at once
 
 
 @dataclass(eq=False)
 class WaitingFeatures:
-    """Features of one request's committed tokens, in order, from the first that was not processed."""
+    """Features of one request's committed tokens, in order, that were not processed yet."""
 
-    end: int = 0  # index behind the last token that was added or skipped
-    num_tokens: int = 0  # sum over all parts
+    end: int = 0  # index in ``request.tokens`` behind the last token that was added or skipped
+    num_tokens: int = 0  # tokens of all parts together
     parts: list[torch.Tensor] = field(default_factory=list)  # [num_tokens, num_features] each
     has_gap: bool = False  # features of earlier tokens are missing
     last: torch.Tensor | None = None  # [1, num_features], of the last token that was processed
@@ -41,7 +41,7 @@ class WaitingFeatures:
     def add(self, begin: int, features: torch.Tensor) -> None:
         """Append the features [num_tokens, num_features] of the tokens from ``begin`` on.
 
-        Features that are known already are ignored. Tokens without features stay without: the
+        Features that were added before are ignored. Skipped tokens never get features, so the
         drafter does not see them.
         """
         features = features[max(self.end - begin, 0) :]
@@ -58,7 +58,9 @@ class WaitingFeatures:
         self.num_tokens += len(features)
 
     def is_complete(self, num_tokens: int) -> bool:
-        """Return whether the features of all of so many tokens but the root are known."""
+        """Return whether the features of all of ``num_tokens`` tokens but the last, the root, are
+        known.
+        """
         return self.end == num_tokens - 1 and (bool(self.parts) or self.last is not None)
 
     def take(self) -> tuple[int, torch.Tensor]:
@@ -79,8 +81,8 @@ class WaitingFeatures:
 
 
 class FeatureDrafter(PackedDrafter):
-    """Base of drafters whose network caches K/V of committed tokens, computed from features of the
-    target.
+    """Base class of drafters whose network caches K/V of committed tokens, computed from features
+    of the target.
 
     Features of prompts are processed as they come, later ones when they are needed. Tokens without
     features (their K/V was given to ``generate``, or memory ran short) are not seen by the network:
@@ -97,7 +99,7 @@ class FeatureDrafter(PackedDrafter):
         return tuple(self.head.feature_layers)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
+        """Return logits over the target's vocabulary. [..., draft_vocab] -> [..., vocab]"""
         vocabulary: Vocabulary | None = self.head.vocabulary(self.vocab_size)
         if vocabulary is None:
             return logits[..., : self.vocab_size]
@@ -114,10 +116,11 @@ class FeatureDrafter(PackedDrafter):
         if waiting.has_gap:
             self.sequences.withhold(request)
         if waiting.num_tokens > MAX_WAITING:
+            # If memory runs short, the request's draft K/V is dropped; outputs do not change.
             try:
                 with as_memory_error(), evaluating(self.packed.model):
                     self._process([request])
-            except MemoryError:  # drop this request's K/V; outputs do not change
+            except MemoryError:
                 self.sequences.release(request, may_keep=False)
                 self.features.pop(request, None)
 
@@ -134,15 +137,14 @@ class FeatureDrafter(PackedDrafter):
         raise NotImplementedError
 
     def _process(self, requests: Sequence[Request]) -> object:
-        """Cache the K/V of all waiting features."""
+        """Cache the K/V of the tokens whose features wait, computed from these features."""
         raise NotImplementedError
 
     def reuse(self, request: Request) -> int:
         num_cached = self.sequences.num_cached(request)
         if (num_reused := self.sequences.reuse(request)) > num_cached:
-            num_reused -= (
-                1  # the last entry may depend on the token behind it, which may differ here
-            )
+            # the last K/V entry may depend on the token behind it, which may differ in this request
+            num_reused -= 1
             self.sequences.of(request).length = num_reused
             self.features[request] = WaitingFeatures(num_reused)
         return num_reused

@@ -1,4 +1,6 @@
-"""Base of drafting heads, which read hidden states of the target, and the method to draft with them."""
+"""Base class of drafting heads, which are networks that read hidden states of the target, and the
+method that drafts with a head.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,22 @@ from hf_slospec.model.properties import vocab_size
 class Head(PreTrainedModel):
     """Network that drafts from hidden states of the target (features).
 
-    Its tokens attend to each other through transformers' attention interface, so that forwards can
-    be packed. The ``vocab_size`` of its config is the target's."""
+    It calls attention through transformers' attention interface, so that forwards can be packed.
+    The ``vocab_size`` of its config is the target's."""
 
     _supports_sdpa = True
     _supports_attention_backend = True
     kind: ClassVar[str]  # name in errors and descriptions
     drafter_class: ClassVar[type[FeatureDrafter]]
-    min_nodes = 0  # of one request that a forward stages, however small the trees
+    # Minimum number of nodes per request for which K/V slots are reserved: a forward stages as many
+    # even if trees are small
+    min_nodes = 0
     # Hidden states of the target, numbered as in its output_hidden_states
     feature_layers: tuple[int, ...]
-    target_hidden_size: int  # of one hidden state of the target
+    target_hidden_size: int  # size of one hidden state of the target
     draft_vocab_size: int
     embed_tokens: nn.Module
-    # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
+    # [draft_vocab] int64, the target's token id for each id of the head; None: the ids are the same
     target_ids: torch.Tensor | None
 
     def __init__(self, config: Any):
@@ -42,23 +46,24 @@ class Head(PreTrainedModel):
         self.register_buffer("target_ids", None, persistent=False)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the target's embeddings, or the head's own."""
+        """Return the input embeddings: the target's, or the head's if it has some."""
         return self.embed_tokens
 
     def _own_embeddings(self) -> nn.Module:
         return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
-        """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
+        """Set the target's token ids for the ids of a reduced vocabulary, [draft_vocab] int64."""
         assert target_ids.shape == (self.draft_vocab_size,), "one target id per draft id"
         self.target_ids = target_ids
 
     def vocabulary(self, vocab_size: int) -> Vocabulary | None:
-        """Return the tokens of a reduced vocabulary; None: the head's ids are the target's."""
+        """Return the head's reduced vocabulary; None: its token ids are the target's."""
         return None if self.target_ids is None else Vocabulary(self.target_ids, vocab_size)
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of the network, computed from features of the target.
+        """Return the inputs of the network, computed from features, the hidden states of the
+        target.
 
         Args:
             features: [num_tokens, len(feature_layers) * target_hidden], the layers' states
@@ -72,7 +77,7 @@ class Head(PreTrainedModel):
 
 @dataclass(frozen=True, repr=False)
 class HeadMethod(DraftMethod):
-    """A trained head that reads hidden states of the target."""
+    """Method that drafts with a trained head, which reads hidden states of the target."""
 
     head: Head
 
@@ -98,7 +103,8 @@ class HeadMethod(DraftMethod):
                 f"the {self.kind} is for a target with a vocabulary of {sizes[0]} tokens and a hidden size of "
                 f"{sizes[1]}; this one has {targets[0]} and {targets[1]}; use a head that was trained with this target"
             )
-        for parameter in self.head.parameters():  # all of them, as some are the target's
+        # all parameters, as some are shared with the target and move with it
+        for parameter in self.head.parameters():
             if (parameter.device, parameter.dtype) != (here.device, here.dtype):
                 raise IncompatibleDraftError(
                     f"the {self.kind} is in {parameter.dtype} on {parameter.device} and the target in {here.dtype} on "

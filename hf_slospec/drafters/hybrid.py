@@ -1,4 +1,4 @@
-"""Drafting by several drafters, whose trees are merged."""
+"""Hybrid drafters, which merge the trees of several drafters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hf_slospec.request.request import Request
 from hf_slospec.tree.merge import merge_trees
 from hf_slospec.tree.tree import TokenTree
 
-# Share of the planned depth; later drafters are skipped if one expects it to be accepted
+# If a drafter expects this share of the planned depth to be accepted, later ones are skipped
 CONFIDENT = 0.75
 
 
 class HybridDrafter(Drafter):
-    """Asks several drafters for each request, and merges their trees.
+    """Drafter that asks several drafters for each request, and merges their trees.
 
-    A merged tree holds the nodes of the highest probability. If only one drafter proposes anything,
-    its tree stays as it is. If a drafter expects ``CONFIDENT`` of the planned depth to be accepted,
-    the later ones are skipped for that request.
+    A merged tree holds the nodes with the highest path probabilities. If only one drafter proposes
+    anything, its tree stays as it is. If a drafter expects ``CONFIDENT`` of the planned depth to be
+    accepted, the later drafters are skipped for that request.
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
@@ -96,7 +96,7 @@ def model_before_last(kind: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class HybridMethod(DraftMethod):
-    """Several methods, asked in order: cheap ones first; only the last may have a model."""
+    """Method that asks several methods in order, cheap ones first; only the last has a model."""
 
     methods: Sequence[DraftMethod]
 

@@ -1,5 +1,5 @@
-"""Levels of a beam search: the inputs and outputs of a draft model for the last layer, and the next
-layer computed from them.
+"""One level of a beam search: the draft model's inputs for the last tree level, and the next tree
+level, computed from its outputs. ``beam.py`` has the loop over levels.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from hf_slospec.model.batch import FIRST_SEEN, NewTokens
 from hf_slospec.model.transfer import to_device
 
-# tokens, parents, path_logprobs, each [num_rows, beam]
+# Nodes of one tree level: tokens, parents, path_logprobs, each [num_rows, beam]
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Scores(NamedTuple):
-    """Outputs of a draft model for one layer of the beam; the first layer is the root."""
+    """Outputs of a draft model for one tree level of the beam; the first level is the root."""
 
     logits: torch.Tensor  # [num_rows, beam, draft_vocab]
     states: torch.Tensor | None = None  # [num_rows, beam, hidden], inputs of the nodes' children
@@ -29,55 +29,58 @@ class Scores(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """All layers of the beam so far."""
+    """All tree levels of the beam so far."""
 
     # [num_rows, 3, num_nodes] int64: tokens, parents, bits of the f32 path log probabilities
     nodes: torch.Tensor
-    path_logprobs: torch.Tensor  # [num_rows, beam] f32, of the last layer
-    states: torch.Tensor | None  # [num_rows, parent_beam, hidden], of the layer before the last
-    # [num_rows] bool: rows of which one more level may be worth its time
+    path_logprobs: torch.Tensor  # [num_rows, beam] f32, of the last level
+    states: torch.Tensor | None  # [num_rows, parent_beam, hidden], of the level before the last
+    # [num_rows] bool: rows for which one more level may be worth its time; None: not computed
     is_worthwhile: torch.Tensor | None
 
 
 class Vocabulary(NamedTuple):
-    """Tokens that a draft model proposes, if its ids differ from the target's."""
+    """Vocabulary of a draft model whose token ids differ from the target's."""
 
-    # [draft_vocab] int64, the target's id of each column of the draft's logits
+    # [draft_vocab] int64, the target's token id for each column of the draft model's logits
     target_ids: torch.Tensor
     size: int  # number of tokens in the target's vocabulary
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits over the target's vocabulary, -inf for other tokens.  [..., draft_vocab] ->
-        [..., size]
+        """Return logits over the target's vocabulary, -inf for tokens that the draft model cannot
+        propose. [..., draft_vocab] -> [..., size]
         """
         whole = logits.new_full((*logits.shape[:-1], self.size), -inf)
         return whole.index_copy_(-1, self.target_ids, logits)
 
 
 class Network(Protocol):
-    """Inputs and outputs of a draft model.
+    """Protocol that makes the inputs of a draft model and reads its outputs.
 
-    CUDA graphs are kept by its attributes, and read its tensors, which therefore keep their
-    addresses."""
+    CUDA graphs are cached by the attributes of this object, and read its tensors, which must
+    therefore stay at their addresses."""
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Tokens of the logits' columns; None: the target's ids."""
+        """Vocabulary of the logits' columns; None: the target's."""
 
     def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Return the model's inputs by name, [1, num_tokens, ...].
 
         Args:
-            tokens: [num_tokens] int64, ids of the target.
-            states: [num_tokens, hidden], of the tokens' parents.
+            tokens: [num_tokens] int64, token ids of the target.
+            states: [num_tokens, hidden], ``Scores.states`` of the tokens' parents; None: there are
+                none.
         """
 
     def scores(self, outputs: torch.Tensor) -> Scores:
-        """Return the scores in a model's output [num_rows, beam, ...]."""
+        """Return the scores that a model's output [num_rows, beam, ...] holds."""
 
 
 class LevelLimits(NamedTuple):
-    """Limits below which a level is not worth its time; tensors, as they change with every step."""
+    """Limits of :class:`Plan` below which one more level is not worth its time; tensors, as they
+    change with every step.
+    """
 
     min_gain: torch.Tensor  # [] f64
     min_request_gain: torch.Tensor  # [] f64
@@ -89,24 +92,26 @@ class LevelLimits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """The beam so far, and the computation of its next layer from the draft model's outputs for the
-    last one.
+    """The beam so far, and the computation of its next tree level from the draft model's outputs
+    for the last one.
 
     Rows are requests, then padding whose paths have probability 0.
     """
 
-    # None: ``inputs`` and ``outputs`` are not used, and logits are of the target's ids
+    # None: ``inputs`` and ``outputs`` must not be called, and logits are over the target's
+    # vocabulary
     network: Network | None
-    sizes: tuple[int, ...]  # nodes per row in each layer so far; the first one is the root
-    width: int  # maximum number of nodes per row in the next layer
+    sizes: tuple[int, ...]  # nodes per row in each level so far; the first level is the root
+    width: int  # maximum number of nodes per row in the next level
     nodes: torch.Tensor  # see Beam
-    states: torch.Tensor | None  # see Beam; at the root, the root's own, [num_rows, 1, hidden]
+    # see Beam; at the first level, states of the roots, [num_rows, 1, hidden]
+    states: torch.Tensor | None
     limits: LevelLimits | None  # None: is_worthwhile is not computed
-    # The next layer needs the requests' noise or grammars, so it is computed outside of graphs
+    # The next level needs the requests' noise or grammars, so it is computed outside of CUDA graphs
     is_coupled: bool
 
     def of(self, rows: torch.Tensor) -> Level:
-        """Return the level of some rows, [num_rows] bool."""
+        """Return the level with only the rows that are True in ``rows``, [num_rows] bool."""
         limits = self.limits
         states = self.states
         return replace(
@@ -119,7 +124,7 @@ class Level:
 
     @property
     def beam(self) -> int:
-        """Nodes per row in the last layer."""
+        """Nodes per row in the last tree level."""
         return self.sizes[-1]
 
     @property
@@ -128,17 +133,19 @@ class Level:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that the next layer is computed from."""
+        """Number of rows of logits from which the next tree level is computed."""
         return len(self.nodes) * self.beam
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Tokens of the last layer.  [num_rows, beam] int64"""
+        """Tokens of the last tree level.  [num_rows, beam] int64"""
         return self.nodes[:, 0, -self.beam :]
 
     @property
     def inherited_states(self) -> torch.Tensor | None:
-        """States of the last layer's parents, one per node.  [num_rows, beam, hidden]"""
+        """States of the parents of the last tree level's nodes, one per node. [num_rows, beam,
+        hidden]
+        """
         if self.states is None or self.is_root:
             return self.states
         parents = self.nodes[:, 1, -self.beam :] - sum(self.sizes[:-2])
@@ -146,38 +153,40 @@ class Level:
 
     @property
     def ancestors(self) -> torch.Tensor:
-        """Mask of the last layer's nodes over staged ones, True = may attend.  [num_rows, beam,
-        num_staged] bool
+        """Attention mask of the last tree level's nodes over all nodes but the root, True = may
+        attend.  [num_rows, beam, num_nodes - 1] bool
         """
         num_nodes = self.nodes.shape[2]
         paths = _paths(self.nodes, self.beam, len(self.sizes) - 1)
         return (paths[..., None] == torch.arange(1, num_nodes, device=paths.device)).any(-2)
 
     def resolved(self, parts: Sequence[NewTokens]) -> Sequence[NewTokens]:
-        """Return the parts with boolean masks, instead of masks that index ``seen``."""
+        """Return the new tokens with boolean masks, instead of masks that index :attr:`seen`."""
         if self.is_root:
             return parts
         positions = to_device([part.positions for part in parts], self.nodes.device)
         masks = self.ancestors.unbind()
+        # `zip` ends with the parts, since the last rows of the masks are padding.
         return [
             replace(part, positions=part_positions, mask=mask)
-            for part, part_positions, mask in zip(
-                parts, positions, masks, strict=False
-            )  # without rows of padding
+            for part, part_positions, mask in zip(parts, positions, masks, strict=False)
         ]
 
     @property
     def seen(self) -> torch.Tensor | None:
-        """Values that the parts' masks index: False, True, then ``ancestors``; None for roots.
-        [num_values] bool
+        """Table of booleans that the masks of new tokens index: False, True, then ``ancestors``;
+        None at the root.  [num_values] bool
         """
         if self.is_root:
             return None
         return F.pad(F.pad(self.ancestors.flatten(), (1, 0), value=True), (FIRST_SEEN - 1, 0))
 
     def inputs(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's inputs, of ids of roots or indices into the last layer, [1,
-        num_tokens].
+        """Return the draft model's inputs by name.
+
+        Args:
+            tokens: ``input_ids`` [1, num_tokens]: token ids at the root, later indices into the
+                nodes of the last tree level.
         """
         if self.is_root:
             return tokens
@@ -188,28 +197,30 @@ class Level:
         return self.network.inputs(self.tokens.flatten()[indices], node_states)
 
     def outputs(self, logits: torch.Tensor) -> Beam | Scores:
-        """Return the beam with its next layer, or the scores if the next layer needs noise.
+        """Return the beam with its next tree level, or the scores if that level needs noise.
 
         Args:
-            logits: [num_rows * beam, ...], the model's output for the last layer; heads append
-                states.
+            logits: [num_rows * beam, ...], the model's output for the last level; drafting heads
+                append states to the logits.
         """
         assert self.network is not None
         return self.grown(self.network.scores(logits.unflatten(0, (len(self.nodes), self.beam))))
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """Tokens of the logits' columns; None: the target's ids."""
+        """Vocabulary of the logits' columns; None: the target's."""
         return None if self.network is None else self.network.vocabulary
 
     def grown(self, scores: Scores) -> Beam | Scores:
-        """Return the beam with its next layer, or the unchanged scores if the next layer needs
+        """Return the beam with its next tree level, or the unchanged scores if that level needs
         noise.
         """
         return scores if self.is_coupled else self.extended(scores, self.vocabulary)
 
     def extended(self, scores: Scores, vocabulary: Vocabulary | None) -> Beam:
-        """Return the beam with its next layer."""
+        """Return the beam with its next tree level; ``vocabulary`` is the vocabulary of the logits,
+        None: the target's.
+        """
         path_logprobs = _logprobs(self.nodes[:, 2, -self.beam :])
         if scores.log_acceptance is not None:
             path_logprobs = path_logprobs + scores.log_acceptance
@@ -228,33 +239,33 @@ class Level:
         return Beam(nodes, path_logprobs, scores.states, is_worthwhile)
 
     def path_tokens(self, row: int) -> torch.Tensor:
-        """Return the path to each node of one row's last layer, without the root.  -> [beam, depth]
-        int64
+        """Return the tokens on the path to each node of one row's last level, without the root.  ->
+        [beam, depth] int64
         """
         paths = _paths(self.nodes[row : row + 1], self.beam, len(self.sizes) - 1)[0]
         return self.nodes[row, 0][paths]
 
 
 def extend_beam(path_logprobs: torch.Tensor, logits: torch.Tensor, width: int) -> Layer:
-    """Return the next layer of every request's beam, best first, ties by (parent, rank of the
+    """Return the next tree level of every request's beam, best first, ties by (parent, rank of the
     child).
 
-    Only the best children are normalised, so the vocabulary is read twice: by topk and by
+    Only the best children are normalised, so the logits are read just twice: by topk and by
     logsumexp.
 
     Args:
-        path_logprobs: [num_requests, beam] f32, of the current layer, best first.
+        path_logprobs: [num_requests, beam] f32, of the current level, best first.
         logits: [num_requests, beam, vocab] of the same nodes.
         width: nodes to keep per request.
 
     Returns:
-        tokens, parents (index into the current layer) and path_logprobs, each [num_requests,
+        tokens, parents (index into the current level) and path_logprobs, each [num_requests,
         new_beam] with new_beam = min(width, beam * vocab).
     """
     children = logits.topk(min(width, logits.shape[-1]), dim=-1)
     logprobs = children.values.float() - logits.float().logsumexp(-1, keepdim=True)
-    # Rounding may put a certain token's probability above 1; a NaN would sort before every real
-    # path.
+    # Rounding may give a token of probability 1 a log probability above 0, and a NaN would sort
+    # before every real path.
     logprobs = logprobs.clamp(max=0.0).nan_to_num(nan=-inf, neginf=-inf)
     num_children = logprobs.shape[-1]
     paths = (path_logprobs[..., None] + logprobs).flatten(1)  # [num_requests, beam * num_children]
@@ -264,13 +275,13 @@ def extend_beam(path_logprobs: torch.Tensor, logits: torch.Tensor, width: int) -
 
 
 def _logprobs(bits: torch.Tensor) -> torch.Tensor:
-    """Return floats from their bits.  [...] int64 -> [...] f32"""
+    """Return floats from their bits, as :class:`Beam` stores them. [...] int64 -> [...] f32"""
     return bits.int().view(torch.float32)
 
 
 def _paths(nodes: torch.Tensor, num_last: int, depth: int) -> torch.Tensor:
-    """Return the path to each of the last nodes, without the root.  -> [num_rows, num_last, depth]
-    int64
+    """Return the node indices on the path to each of the last nodes, without the root.  ->
+    [num_rows, num_last, depth] int64
     """
     num_rows, _, num_nodes = nodes.shape
     node = torch.arange(num_nodes - num_last, num_nodes, device=nodes.device).expand(num_rows, -1)
@@ -283,10 +294,10 @@ def _paths(nodes: torch.Tensor, num_last: int, depth: int) -> torch.Tensor:
 def _is_worthwhile(
     nodes: torch.Tensor, path_logprobs: torch.Tensor, depth: int, limits: LevelLimits
 ) -> torch.Tensor:
-    """Return the rows of which a level below the last one may be worth its time; none if it is not.
-     -> [num_rows] bool
+    """Return the rows for which one more level may be worth its time; none if the gains of all rows
+    together are too small. -> [num_rows] bool
 
-    ``path_logprobs`` [num_rows, beam] f32 are those of the last layer, at ``depth``.
+    ``path_logprobs`` [num_rows, beam] f32 are those of the last level, at ``depth``.
     """
     weights, levels = to_device((limits.weights, limits.levels), nodes.device)
     values = weights * path_logprobs.exp()

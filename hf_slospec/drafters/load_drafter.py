@@ -1,4 +1,4 @@
-"""Loading of drafters: what ``drafter=`` takes, recognised by name, by type or by its files."""
+"""Loading of drafters: recognises what ``drafter=`` takes by its name, its type or its files."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def drafting_method(
     """Return the drafting method for ``assistant_model`` or ``drafter``; without either, prompt
     lookup.
 
-    The tokenizers are those of :func:`load_drafter`.
+    See :func:`load_drafter` for the tokenizers.
 
     Raises:
-        InvalidInputError: both are given, or no drafter has that name.
-        InvalidTypeError: the argument is nothing that can draft.
+        InvalidInputError: both arguments are given, or no drafter has that name.
+        InvalidTypeError: the argument is of no type that can draft.
         SLOSpecError: as :func:`load_drafter`.
     """
     _check_one_way(assistant_model, drafter)
@@ -99,7 +99,9 @@ def _check_one_way(assistant_model: Any, drafter: Any) -> None:
 
 
 def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
-    """Check arguments before the target is loaded; raises as :func:`drafting_method`."""
+    """Check the arguments of :func:`drafting_method` before the target is loaded; raise the same
+    errors.
+    """
     _check_one_way(assistant_model, drafter)
     source: Any = drafter
     if source is not None and not _is_users(source):
@@ -107,7 +109,7 @@ def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
 
 
 def _is_users(drafter: Any) -> bool:
-    """Return whether this is a drafter that the user wrote."""
+    """Return whether this is an object of the user with the methods of a drafter."""
     return all(callable(getattr(drafter, name, None)) for name in USER_METHODS)
 
 
@@ -120,7 +122,7 @@ def load_drafter(
     share_texts: bool | PastAnswers = False,
     allow_missing: bool = False,
 ) -> DraftMethod:
-    """Load a drafter for a target; its kind is logged.
+    """Load a drafter for a target, and log its kind.
 
     ``drafter=`` takes the same sources. A drafter that is loaded first can have options, be
     inspected, and serve several generators.
@@ -191,7 +193,7 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
 
     Args:
         source: as for :func:`load_drafter`.
-        further: other names of drafters with models.
+        further: more names of drafters with models, for which no files are looked up.
 
     Raises:
         SLOSpecError: a part before the last one has a model, or the files of one cannot be found.
@@ -204,7 +206,7 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
 
 
 def _check_order(parts: Sequence[Source]) -> None:
-    """Raise InvalidInputError if a part before the last one has a model, as far as names tell."""
+    """Raise InvalidInputError if a part before the last one has a model, judging by its name."""
     named = named_drafters()
     if any(
         isinstance(part, str) and (part not in named or named[part].has_model)
@@ -214,7 +216,9 @@ def _check_order(parts: Sequence[Source]) -> None:
 
 
 def _open(source: str) -> Checkpoint:
-    """Return the checkpoint of an unnamed drafter; the error lists the names."""
+    """Return the checkpoint in a folder or Hub repository; if there is none, the error lists the
+    drafters that are known by name.
+    """
     if not source:
         raise _no_source(source)
     try:
@@ -293,7 +297,7 @@ def assistant_method(
 ) -> DraftMethod:
     """Return the drafting method of an assistant model.
 
-    The assistant's tokenizer may be the name of a folder or repository, which need not have one.
+    ``assistant_tokenizer`` may be the name of a folder or repository, which need not contain one.
     """
     for kind in entries(AssistantKind):
         method = kind.make(model, target, tokenizer, assistant_tokenizer)

@@ -1,4 +1,6 @@
-"""Acceptance probabilities of proposals without a model, given the noise of sampled requests."""
+"""Prompt lookup: a drafter without a model, which proposes what followed earlier occurrences of a
+request's last tokens; and acceptance probabilities given the noise of sampled requests.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,27 @@ from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import ROOT, TokenTree
 
-ProbGivenNoise = Callable[[float, int, int], float]  # of a probability, a depth and a token
+# (probability, depth, token) -> probability given the noise
+ProbGivenNoise = Callable[[float, int, int], float]
 
 
 def prob_given_noise(request: Request, proposed: Sequence[Collection[int]]) -> ProbGivenNoise:
-    """Return a function that returns the probability that the target takes a proposed token, given
-    its noise if that is known.
+    """Return a function that returns the probability that the target chooses a proposed token,
+    given the request's noise if it is known.
 
-    The function takes the probability without the noise and the depth, at least 1. The noise of the
-    tokens ``proposed[depth - 1]`` at every depth is read with one copy from the device.
+    The function takes the probability without the noise, the depth, at least 1, and the token.
+
+    Args:
+        proposed: tokens that are proposed at depths 1, 2, ...; their noise is read with one copy
+            from the device.
     """
     if request.noise is None or not proposed:
         return lambda prob, depth, token: prob
     noise = torch.stack(
         [request.noise.after(depth) for depth in range(len(proposed))]
     )  # [depth, vocab]
-    size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
+    # size of the logits' vocabulary, which in some models is smaller than the embeddings'
+    size = noise.shape[1]
     proposals = [
         (depth, token)
         for depth, tokens in enumerate(proposed)
@@ -57,9 +64,9 @@ def prob_given_noise(request: Request, proposed: Sequence[Collection[int]]) -> P
     return given
 
 
-# Longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
+# Number of last tokens that are looked up; if they have no earlier occurrence, fewer are
 MAX_NGRAM = 3
-TRUST = 0.7  # conditional probability of a token on which all matches agree
+TRUST = 0.7  # conditional probability assumed for a token on which all matches agree
 
 
 @dataclass(eq=False)
@@ -67,26 +74,28 @@ class PromptLookupDrafter(Drafter):
     """Prompt lookup, with several matches as branches of a tree.
 
     Every earlier occurrence of the request's last tokens, in its text and in past answers to its
-    prompt, proposes the tokens that followed it. Continuations are merged into a tree; a child's
-    conditional probability is its share of its parent's matches, times :data:`TRUST`. If the noise
-    of a sampled request is known, it is the probability given that noise.
+    prompt, proposes the tokens that followed it. These continuations are merged into a tree; a
+    child's conditional probability is its share of its parent's matches, times :data:`TRUST`. If
+    the noise of a sampled request is known, it is the probability given that noise.
     """
 
-    max_ngram: int = MAX_NGRAM  # maximum number of last tokens that are looked up
+    max_ngram: int = MAX_NGRAM  # maximum number of last tokens that are looked up at once
     max_depth: int | None = None  # maximum depth of trees; None: only the plan bounds it
-    # Those to the request's prompt are looked up, too, and the drafter's own are added
+    # Store of past answers: those to the request's prompt are searched, too, and answers of the
+    # drafter's requests are added; None: there is none
     past: PastAnswers | None = None
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request, plan) for request in requests]
 
     def release(self, request: Request) -> None:
-        """End the request's answer, if past ones are kept."""
+        """End the request's answer in the store of past answers, if there is one."""
         if self.past is not None:
             self.past.end(request)
 
     def _tree(self, request: Request, plan: Plan) -> TokenTree:
-        # Level by level; each node comes with the continuations that pass through it.
+        # The tree grows level by level; each node of ``layer`` comes with the continuations through
+        # it.
         tokens = request.tokens
         max_depth = plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
         searched = np.array(tokens)
@@ -122,10 +131,11 @@ class PromptLookupDrafter(Drafter):
 
 
 def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) -> list[list[int]]:
-    """Return up to ``depth`` tokens behind every earlier occurrence of the longest last n-gram that
-    has one.
+    """Return up to ``depth`` tokens behind each earlier occurrence of the last n tokens, with the
+    largest n up to ``max_ngram`` that has an occurrence.
 
-    The latest occurrence comes first. Texts before the last one end with ``END``.
+    The latest occurrence comes first. A continuation stops before ``END``, which follows every text
+    but the last.
     """
     for length in range(min(max_ngram, len(tokens) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
@@ -138,7 +148,7 @@ def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) ->
 
 @dataclass(frozen=True, repr=False)
 class LookupMethod(DraftMethod):
-    """Prompt lookup."""
+    """Method that drafts by prompt lookup."""
 
     max_ngram: int = MAX_NGRAM
     max_depth: int | None = None

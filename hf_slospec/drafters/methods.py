@@ -1,5 +1,5 @@
-"""Bases of drafting methods, each of which makes a drafter for every engine, and of drafters that run
-a network by packed forwards.
+"""Base classes of drafting methods, which create a drafter for each engine, and of drafters that
+run a network in packed forwards. The interface ``Drafter`` is in ``engine/interfaces.py``.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from hf_slospec.tree.tree import TokenTree
 
 
 class Room(NamedTuple):
-    """Limits of one engine's drafter."""
+    """Resources that one engine gives its drafter."""
 
-    max_nodes: int  # tree nodes of one request per step
-    vocab_size: int  # the target's
+    max_nodes: int  # maximum nodes of one request's draft tree
+    vocab_size: int  # size of the target's vocabulary
     max_slots: int | None = None  # K/V slots of all requests and kept prefixes; None: no limit
-    max_kept: float | None = None  # tokens of kept prefixes; see :class:`Sequences`
-    # Drafting must restore the global generator, as the target samples from it
+    max_kept: float | None = None  # maximum tokens of kept prefixes; see :class:`Sequences`
+    # Drafting must restore torch's global random generator, as the target samples from it
     keeps_rng: bool = True
 
 
 def with_roots(requests: Sequence[Request], trees: Mapping[Request, TokenTree]) -> list[TokenTree]:
-    """Return each request's tree; only its root where there is none."""
+    """Return the tree of each request; a request without one gets a tree of only its root."""
     return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
 
 
 class PackedDrafter(Drafter):
-    """Drafter whose network caches K/V of requests in packed forwards."""
+    """Base class of drafters whose network caches K/V of requests, and runs in packed forwards."""
 
     def __init__(self, packed: PackedModel, room: Room, min_nodes: int = 0):
-        """Make a drafter that has no requests yet; a forward stages at least ``min_nodes`` nodes."""
+        """Create a drafter without requests, with K/V slots for at least ``min_nodes`` nodes of
+        each.
+        """
         self.packed = packed
         self.vocab_size = room.vocab_size
         self.sequences = Sequences(
@@ -50,7 +52,7 @@ class PackedDrafter(Drafter):
         self.sequences.release(request)
 
     def relieve(self) -> bool:
-        """Free the K/V of all requests, which can be computed again; return whether any was freed."""
+        """Free the K/V of all requests, which can be recomputed; return whether there was any."""
         had_some = not self.sequences.is_empty
         self.close()
         return had_some
@@ -60,41 +62,44 @@ class PackedDrafter(Drafter):
 
 
 class DraftMethod:
-    """A drafting method for one target, as :func:`load_drafter` returns.
+    """Drafting method for one target, as :func:`load_drafter` returns it.
 
-    It is passed as ``drafter=``, and may serve several engines at once.
+    It is passed as ``drafter=``, and may serve several engines at once: each gets a drafter from
+    :meth:`new_drafter`.
     """
 
     @property
     def kind(self) -> str:
-        """Name of the method."""
+        """Name of the method, for logs and error messages."""
         raise NotImplementedError
 
     @property
     def model(self) -> Any | None:
-        """The network that drafts by packed forwards; None: there is none."""
+        """Network that drafts in packed forwards; None: there is none."""
         return None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads, numbered as in ``output_hidden_states``."""
+        """Hidden states of the target that the drafter reads, numbered as in
+        ``output_hidden_states``.
+        """
         return ()
 
     def check(self, target: Any) -> None:
-        """Raise IncompatibleDraftError unless it can draft for this target on its present device,
-        in its dtype.
+        """Raise IncompatibleDraftError if the method cannot draft for this target on the target's
+        present device and in its dtype.
         """
 
     def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
-        """Measure one level of drafting that ``model`` does not run; None if it takes only the
-        host's time.
+        """Measure the time of one draft level if another network than ``model`` drafts; return None
+        if there is none.
 
         The caller must hold the target's lock.
         """
         return None
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
-        """Return a drafter for one engine; ``draft`` has the packed forwards of ``model``."""
+        """Return a new drafter for one engine; ``draft`` runs packed forwards of ``model``."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -1,4 +1,6 @@
-"""Past answers, which drafters look into: bounded, by prompt, and saved with checkpoints."""
+"""Store of past answers, from which prompt lookup and suffix trees draft: bounded in size, grouped
+by prompt, and saved to files.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,22 @@ from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import IntArray
 
-NUM_COMPARED = 64  # last tokens by which a list that was rolled back is noticed
-# Last tokens of a prompt that precede an answer where only answers to that prompt are searched
+NUM_COMPARED = 64  # number of last tokens that are compared to notice that a list was rolled back
+# Number of a prompt's last tokens that are searched in front of each past answer to that prompt
 CONTEXT = 16
 END = -1  # no token: the end of an answer
 
 
 class AnswerGroup(NamedTuple):
-    """Answers that are searched together."""
+    """Key of the answers that are searched together."""
 
     salt: str
-    prompt: str  # digest of the prompt's tokens; "": answers to any prompt
+    prompt: str  # digest of the prompt's tokens; "": the group of answers to any prompt
 
 
 @dataclass(eq=False)
 class PastAnswer:
-    """An answer, whose tokens follow the last ones of its prompt."""
+    """One answer, and the last tokens of the prompt that it follows."""
 
     salt: str
     prompt: str  # digest of the prompt's tokens
@@ -46,7 +48,9 @@ class PastAnswer:
 
     @property
     def groups(self) -> tuple[AnswerGroup, AnswerGroup]:
-        """Return the answers to the same prompt and those to any prompt."""
+        """Groups that the answer belongs to: the answers to the same prompt, and those to any
+        prompt.
+        """
         return AnswerGroup(self.salt, self.prompt), AnswerGroup(self.salt, "")
 
 
@@ -74,34 +78,34 @@ class Copied:
 
 @dataclass(eq=False, kw_only=True)
 class _Running(Copied):
-    """Part of a running request's output that was appended to its answer."""
+    """Progress of copying a running request's output to its answer."""
 
     key: int
-    groups: tuple[AnswerGroup, AnswerGroup]  # Those of the answer, which may have been dropped.
+    groups: tuple[AnswerGroup, AnswerGroup]  # groups of the answer, which may have been dropped
     is_over: bool = False
 
 
 class PastAnswers:
-    """Answers to past requests and the running ones', for drafters of requests with the same
-    ``cache_salt``.
+    """Answers of past and running requests, from which drafters draft for other requests with the
+    same ``cache_salt``.
 
     It is passed as ``share_texts`` to :func:`load_drafter`, and used by ``generate`` (whose salt is
-    ``""``) and ``submit``. ``"suffix"`` drafts from all answers, ``"lookup"`` from those to the
-    same prompt. Times and acceptance then leak information about answers to all requests with the
-    same salt. All methods may be called from any thread.
+    ``""``) and ``submit``. The drafter ``"suffix"`` drafts from all answers, ``"lookup"`` from
+    those to the same prompt. Times and acceptance then leak information about answers to all
+    requests with the same salt. All methods may be called from any thread.
     """
 
     def __init__(self, *, max_tokens: int = 1_000_000, max_per_prompt: int = 32):
-        """Set the bounds; the oldest answers are dropped first.
+        """Create an empty store; beyond the bounds, the oldest answers are dropped.
 
         A token takes 4 bytes, and about 400 bytes in each suffix tree, which is built when a
         request first needs it.
 
         Args:
-            max_tokens: maximum number of tokens of all answers together, those of running requests
-                included.
-            max_per_prompt: maximum number of answers to one prompt; fewer favour those of recent
-                weights.
+            max_tokens: maximum number of tokens of all answers together, including answers of
+                running requests.
+            max_per_prompt: maximum number of answers to one prompt; a small number favours answers
+                of the latest weights if the model is trained meanwhile.
 
         Raises:
             InvalidInputError: a bound is below 1.
@@ -112,20 +116,20 @@ class PastAnswers:
             )
         self.max_tokens = max_tokens
         self.max_per_prompt = max_per_prompt
-        self.num_tokens = 0  # Tokens of all answers; prompts do not count.
+        self.num_tokens = 0  # tokens of all answers; prompts do not count
         self.answers: dict[int, PastAnswer] = {}  # by key, the oldest first
-        self._keys_to: defaultdict[AnswerGroup, dict[int, None]] = defaultdict(
-            dict
-        )  # keys of the answers to a prompt, in order
-        self._indices: dict[Any, Any] = {}  # indices by class
+        # keys of the answers to each prompt, the oldest first
+        self._keys_to: defaultdict[AnswerGroup, dict[int, None]] = defaultdict(dict)
+        # search indices over the answers, by the class of the index
+        self._indices: dict[Any, Any] = {}
         self.running: WeakKeyDictionary[Request, _Running] = WeakKeyDictionary()
         self._keys = itertools.count()
         self.lock = Lock()
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Keep the answers, end those of running requests, and forget what was made of them, as for
-        loaded answers.
+        """End the answers of running requests in a forked process, and drop the search indices; all
+        answers are kept, as if they were loaded.
         """
         self._keys_to.clear()
         self._indices.clear()
@@ -151,7 +155,7 @@ class PastAnswers:
         """Add the answers of a file that :meth:`save` wrote, as the newest ones.
 
         Raises:
-            InvalidInputError: it is another file.
+            InvalidInputError: the file was not written by :meth:`save`.
         """
         try:
             rows = [
@@ -180,7 +184,7 @@ class PastAnswers:
         with self.lock:
             running = self.running.get(request)
             output = request.tokens[request.prompt_len :]
-            # new, seen again after its end, or rolled back
+            # a new request, one that comes again after its end, or one whose output was rolled back
             if running is None or running.is_over or not running.is_prefix_of(output):
                 if running is not None:
                     self._drop(running.key)
@@ -197,7 +201,9 @@ class PastAnswers:
             self._append(running.key, new)
 
     def end(self, request: Request) -> None:
-        """Keep the answer of an ended request as it is, or drop it if the request failed."""
+        """Keep the answer of an ended request as it is, or drop it if the request failed or emitted
+        nothing.
+        """
         with self.lock:
             running = self.running.get(request)
             if (running is not None and running.is_over) or (
@@ -213,10 +219,11 @@ class PastAnswers:
                 self._drop(running.key)
 
     def index(self, kind: Callable[[PastAnswers], Index]) -> Index:
-        """Return the index of this class, which is made with the answers so far on first use.
+        """Return the search index of class ``kind``, which is created from the answers so far on
+        first use.
 
-        It follows the answers: its ``begin``, ``append``, ``close`` and ``drop`` are called with the
-        lock held.
+        Later changes are passed on to the ``begin``, ``append``, ``close`` and ``drop`` of the
+        index, with the lock held.
         """
         with self.lock:
             if kind not in self._indices:
@@ -264,7 +271,9 @@ class PastAnswers:
         return key
 
     def _append(self, key: int, tokens: Sequence[int]) -> None:
-        """Append tokens to an answer, if it is kept, and drop the oldest answers beyond the bounds."""
+        """Append tokens to an answer that was not dropped, and drop the oldest answers beyond the
+        bounds.
+        """
         if not tokens or (answer := self.answers.get(key)) is None:
             return
         answer.tokens.extend(tokens)
@@ -275,7 +284,7 @@ class PastAnswers:
             self._drop(next(iter(self.answers)))
 
     def _close(self, key: int) -> None:
-        """End an answer, if it is kept."""
+        """End an answer, unless it was dropped."""
         if (answer := self.answers.get(key)) is None:
             return
         answer.is_open = False
@@ -283,7 +292,7 @@ class PastAnswers:
             index.close(key, answer)
 
     def _drop(self, key: int) -> None:
-        """Drop an answer, if it is kept."""
+        """Drop an answer, unless it was dropped before."""
         if (answer := self.answers.pop(key, None)) is None:
             return
         self.num_tokens -= len(answer.tokens)

@@ -1,4 +1,4 @@
-"""Registry of named drafters, published head formats and kinds of assistant models.
+"""Registry of drafters by name, published formats of drafting heads, and kinds of assistant models.
 
 A drafter or format of another distribution is an entry point, in the group ``hf_slospec.drafters``
 or ``hf_slospec.heads``: a module that calls :func:`register` when it is imported.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_slospec.drafters.methods import DraftMethod
     from hf_slospec.drafters.past_answers import PastAnswers
 
-ENTRY_POINTS = ("hf_slospec.drafters", "hf_slospec.heads")  # groups
+ENTRY_POINTS = ("hf_slospec.drafters", "hf_slospec.heads")  # entry point groups
 
 
 @dataclass(frozen=True)
@@ -28,27 +28,31 @@ class NamedDrafter:
     """A drafter that is known by its name, for ``drafter=`` and ``--drafter``."""
 
     name: str
-    make: Callable[[Any, PastAnswers | None], DraftMethod]  # of the target and past answers
-    has_model: bool = False  # it runs a network, so that it must be the last part of a sum
+    make: Callable[[Any, PastAnswers | None], DraftMethod]  # (target, past answers) -> method
+    # it runs a network, so it must be the last part of a hybrid such as "lookup+mtp"
+    has_model: bool = False
 
 
 @dataclass(frozen=True)
 class HeadFormat:
     """A published format of drafting heads."""
 
-    name: str  # with its publishers; may have fields of the checkpoint's config in braces
+    # name of the format and its publishers, for error messages; ``{field}`` in it stands for a
+    # field of the checkpoint's config
+    name: str
     recognises: Callable[[Checkpoint], bool]
-    load: Callable[[Checkpoint, Any], Head] | None = None  # for a target; None: not implemented
-    reason: str = ""  # why it cannot be loaded
+    # (checkpoint, target) -> head; None: not implemented
+    load: Callable[[Checkpoint, Any], Head] | None = None
+    reason: str = ""  # why it cannot be loaded; appended to the error message
 
 
 @dataclass(frozen=True)
 class AssistantKind:
-    """A kind of assistant model that the core's drafter cannot draft with."""
+    """A kind of assistant model that needs another drafter than :class:`AssistantDrafter`."""
 
     name: str
-    # Takes the model, the target and the tokenizers of both, if these are given; returns None for
-    # other kinds
+    # (model, target, target's tokenizer or None, assistant's tokenizer or None) -> method; None for
+    # a model of another kind
     make: Callable[[Any, Any, Any, Any], DraftMethod | None]
 
 
@@ -72,7 +76,7 @@ def register(*entries: NamedDrafter | HeadFormat | AssistantKind) -> None:
 
 
 def entries(kind: type[Entry]) -> list[Entry]:
-    """Return all entries of a type, those of other distributions included."""
+    """Return all entries of a type, including entries of other distributions."""
     load_plugins()
     for group in ENTRY_POINTS:
         load_entry_points(group)
@@ -90,7 +94,7 @@ def drafter_names() -> str:
 
 
 def head_formats() -> str:
-    """Return the names of all formats that can be loaded, for error messages."""
+    """Return the names of all head formats that can be loaded, for error messages."""
     return ", ".join(each.name for each in entries(HeadFormat) if each.load is not None)
 
 
@@ -98,7 +102,7 @@ def head_of(checkpoint: Checkpoint, target: Any) -> Head | None:
     """Return the head of a checkpoint; None if no format recognises it.
 
     Raises:
-        UnsupportedModelError: its format, or a setting of it, is not implemented.
+        UnsupportedModelError: the head's format, or a setting of the head, is not implemented.
         IncompatibleDraftError: the head was made for another target.
     """
     for each in entries(HeadFormat):

@@ -14,6 +14,7 @@ from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
+# Attributes of Drafter that a user's object may leave out
 OPTIONAL = {name for name in vars(Drafter) if not name.startswith("_")} - {
     "draft",
     "feature_layers",
@@ -21,11 +22,13 @@ OPTIONAL = {name for name in vars(Drafter) if not name.startswith("_")} - {
 
 
 class UserDrafter(Drafter):
-    """Adds the defaults of ``Drafter`` to an object that need not inherit from it."""
+    """Wrapper that adds the default methods of :class:`Drafter` to a user's object, which need not
+    inherit from it.
+    """
 
     def __init__(self, drafter: Drafter, keeps_rng: bool):
-        """``keeps_rng``: restore the global generator after drafting, as the target samples from
-        it.
+        """Wrap a user's object. ``keeps_rng``: restore torch's global random generator after
+        drafting, as the target samples from it.
         """
         self._drafter = drafter
         self._keeps_rng = keeps_rng
@@ -46,7 +49,7 @@ class UserDrafter(Drafter):
 
 @dataclass(frozen=True, repr=False)
 class UserMethod(DraftMethod):
-    """A drafter that the user wrote."""
+    """Method that drafts with an object that the user wrote."""
 
     drafter: Drafter
 

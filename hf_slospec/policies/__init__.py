@@ -1,4 +1,6 @@
-"""Policies, which decide depth, width and nodes of every step; one file each."""
+"""Speculation policies: each decides the depth, width and nodes of every step's draft trees. The
+interface ``Policy`` is in ``engine/interfaces.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ def new_policy(
     history: SpeculationHistory | None = None,
     make_policy: Callable[[Settings, StepCosts], Policy] | None = None,
 ) -> Policy:
-    """Return the policy that the config names, or the user's own.
+    """Create the policy that ``config.policy`` names, or the user's policy that ``make_policy``
+    returns.
 
     Args:
         config: settings; its ``policy`` is ignored if ``make_policy`` is given.
-        costs: predicted step times.
-        history: statistics of earlier runs, which ``auto`` uses and updates; None: none yet.
-        make_policy: makes the user's policy.
+        costs: cost model that predicts step times.
+        history: acceptance statistics of earlier runs, which ``auto`` reads and updates; None:
+            start without any.
+        make_policy: takes ``config`` and ``costs``, and returns the user's policy; None: there is
+            none.
     """
     if make_policy is not None:
         return UserPolicy(make_policy(config, costs))
@@ -41,7 +46,7 @@ def max_nodes_per_request(
 ) -> int:
     """Return the maximum nodes of one request's draft tree, root not counted.
 
-    With ``make_policy``, the config's ``policy`` is ignored.
+    If ``make_policy`` is given, it is ``max_depth * max_width``, whatever ``config.policy`` says.
     """
     kind = policy_named(config.policy) if make_policy is None else NamedPolicy
     return kind.max_nodes(config)

@@ -1,5 +1,5 @@
-"""AdaServe (arXiv 2501.12162): depth and width by equations 8 and 9, nodes by Algorithm 2, a fixed
-token budget.
+"""Policy of the AdaServe paper (arXiv 2501.12162): depth and width by its equations 8 and 9, nodes
+by its Algorithm 2, and a fixed token budget.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def required_tokens(
     """Return A(r), the tokens that this step must commit to meet the TPOT SLO on average (AdaServe,
     constraint 3).
 
-    ``elapsed_s`` and ``emitted`` count from the first token on. At most 1 means that the root alone
-    suffices; 0 without a TPOT SLO.
+    ``elapsed_s`` and ``emitted`` count from the first token on. If the result is at most 1, the
+    root alone suffices. It is 0 if there is no TPOT SLO (``pace_s`` is None).
     """
     return 0.0 if pace_s is None else (elapsed_s + step_time_s) / pace_s - emitted
 
@@ -51,8 +51,8 @@ def adaptive_shape(
 ) -> tuple[int, int]:
     """Return depth and beam width for this many requests (AdaServe, equations 8 and 9).
 
-    [FIX] D_min = 0 lets speculation stop when the batch alone fills the verifier, which the paper's
-    D_min >= 3 cannot.
+    [FIX] With D_min = 0 speculation stops when the roots alone fill the verification budget; with
+    the paper's D_min >= 3 it never does.
 
     Args:
         num_requests: n, requests that decode in the step.
@@ -81,8 +81,8 @@ def count_until(needed: float, path_probs: FloatArray, at_most: int) -> int:
 
 
 def expected_tokens(path_probs: FloatArray) -> FloatArray:
-    """Return the expected tokens of a root with the first 0, 1, 2, ... nodes.  -> [len(path_probs)
-    + 1] f64
+    """Return the expected tokens if the root and its first 0, 1, 2, ... nodes are verified.  ->
+    [len(path_probs) + 1] f64
     """
     return np.cumsum(np.concatenate(([1.0], path_probs)))
 
@@ -120,8 +120,8 @@ def select_nodes(
         range(len(trees)), key=lambda i: required[i], reverse=order == "descending"
     ):
         indices = np.flatnonzero(tree_of == request)
-        # [FIX] the cap: no tree can commit more than depth + 1 tokens; sums path probabilities, not
-        # conditionals
+        # [FIX] ``needed`` is capped, since no tree can commit more than depth + 1 tokens; path
+        # probabilities are summed, not conditional ones
         needed = min(required[request], trees[request].max_depth + 1)
         count = count_until(needed, path_probs[indices], min(max_slo_nodes, left))
         is_taken[indices[:count]] = True
@@ -132,7 +132,7 @@ def select_nodes(
 
 
 class AdaServeOptions(PolicyOptions):
-    """Settings of ``adaserve``."""
+    """Settings that only the policy ``adaserve`` has."""
 
     depth_offset: int = Field(
         0, ge=0, description="c1 of AdaServe's equation 8: larger means shallower trees."
@@ -160,10 +160,10 @@ class AdaServePolicy(NamedPolicy):
     """Policy that selects nodes for TPOT SLOs first, and spends the whole token budget on every
     step.
 
-    As in the paper, the draft's probabilities are not calibrated. Step times come from the cost
-    model, which measured steps correct; the artifact adds 5 % to constant ones. Without a given
-    token budget, B is the ridge of the measured roofline; the artifact has 512 for Llama-70B on
-    four A100, and 256 for Qwen-32B."""
+    As in the paper, the drafter's probabilities are not calibrated. Step times come from the cost
+    model, which is corrected by measured steps; the paper's artifact adds 5 % to constant step
+    times. If ``token_budget`` is not set, B is the ridge of the measured roofline; the artifact has
+    512 for Llama-70B on four A100, and 256 for Qwen-32B."""
 
     name = "adaserve"
     options: ClassVar[type[PolicyOptions]] = AdaServeOptions
@@ -194,7 +194,6 @@ class AdaServePolicy(NamedPolicy):
         )
 
     def _step_s(self, requests: Sequence[Request], plan: Plan) -> float:
-        """Return the predicted seconds of the step."""
         return float(self.costs.shape_s(requests, plan.depth, plan.width, self.budget))
 
     def _shape(self, requests: Sequence[Request]) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""Default policy: depth, width and nodes of every step maximise weighted expected tokens per
-second.
+"""Default policy ``auto``, which chooses the nodes of every step to maximise weighted expected
+tokens per second; ``depth.py`` chooses depth and width, ``urgency.py`` the weights.
 """
 
 from __future__ import annotations
@@ -27,49 +27,53 @@ from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenT
 
 logger = logging.getLogger(__name__)
 
-SPAN = 16  # nodes over which the cost of one more node is averaged
-# An SLO is unattainable if it needs this many times the tokens of whole candidate trees
+SPAN = 16  # number of additional nodes over which the cost of one more node is averaged
+# An SLO counts as unattainable if it needs this many times the tokens per step that whole candidate
+# trees are expected to commit
 UNATTAINABLE = 2.0
 MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as unattainable
-FADE = 0.1  # weight of a step in running averages
-MAX_UNDERSTATED = 4.0  # largest ratio of a step's calibrated probabilities to the draft's
+FADE = 0.1  # weight of the latest step in running averages
+# Bound of the ratio of a step's calibrated path probabilities to the drafter's, and of its inverse
+MAX_UNDERSTATED = 4.0
 # Needed tokens per step above which the warning says that the time of the SLO has passed
 MAX_NEEDED = 1000.0
-SETTLED_STEPS = 32  # steps within which drafting must pay for what the draft has to prefill first
-# Requests drafted for while speculation does not pay; for all, the draft would prefill all prompts
+# Steps within which speculation must recover the time that the drafter spends on prefill first
+SETTLED_STEPS = 32
+# Requests that a look drafts for while speculation is off; with all requests, the drafter would
+# have to prefill all prompts
 PROBED_REQUESTS = 8
 BEST_EFFORT_WEIGHT = 0.5  # factor on the weight of best-effort requests when nodes are selected
-# Learned from at once, whichever is less: numpy takes as long for one tree as for 16
+# Outcomes are learned from once this many steps or trees are recorded, whichever comes first: numpy
+# takes as long for one tree as for 16
 BATCH_STEPS = 4
 BATCH_TREES = 16
 
 
 class SpeculationHistory:
-    """Statistics that are kept between runs: acceptance, and the shapes that paid.
+    """Statistics of speculation that are kept between runs: acceptance rates, and the averages by
+    which depth and width are chosen.
 
-    Outcomes of a few steps are learned from at once.
+    Outcomes of steps are recorded one by one, and learned from a few at a time.
     """
 
     def __init__(self, config: PolicySettings):
         self._acceptance = Acceptance()
         self.depths = DepthControl(config.max_depth, config.max_width)
         self.variance = 1.0  # mean squared error of the predicted tokens per request and step
-        self.max_tokens = (
-            2.0  # expected tokens per request and step if all its candidates were verified
-        )
-        self.understated = (
-            1.0  # ratio of the candidates' calibrated path probabilities to the draft's
-        )
+        # expected tokens per request and step if all its candidates were verified
+        self.max_tokens = 2.0
+        # ratio of the candidates' calibrated path probabilities to the drafter's
+        self.understated = 1.0
         self._outcomes = list[_Outcome]()
 
     @property
     def acceptance(self) -> Acceptance:
-        """Acceptance of all steps until now."""
+        """Acceptance statistics, all recorded steps included."""
         self._learn()
         return self._acceptance
 
     def predict(self, requests: Sequence[Request], forest: Forest) -> Prediction:
-        """Return the predicted acceptance of candidates."""
+        """Return the predicted acceptance of the nodes of candidate trees."""
         return self._acceptance.predict(requests, forest)
 
     def observe(self, outcome: _Outcome) -> None:
@@ -81,14 +85,15 @@ class SpeculationHistory:
             self._learn()
 
     def _learn(self) -> None:
-        """Learn from the outcomes recorded since the last call."""
+        """Update all statistics by the outcomes recorded since the last call."""
         if not self._outcomes:
             return
         outcomes = self._outcomes
         self._outcomes = []
         prediction = Prediction.joined([outcome.prediction for outcome in outcomes])
         is_verified = np.concatenate([outcome.is_verified for outcome in outcomes])
-        # Accepted nodes are numbered as in the verified trees.
+        # ``accepted`` holds indices of nodes in the verified trees; make them indices into
+        # ``verified``.
         verified = np.flatnonzero(is_verified)
         accepted = [nodes for outcome in outcomes for nodes in outcome.accepted]
         starts = np.searchsorted(verified, prediction.forest.starts).tolist()
@@ -130,18 +135,20 @@ class _Outcome:
     prediction: Prediction
     is_verified: BoolArray  # [num_nodes]
     drafted: Drafted
-    # [num_trees] f64, of rows that end together, with a mean of 1 over the trees drafted; else 1
+    # [num_trees] f64: weights of :func:`row_weights`, with a mean of 1 over the trees drafted
     weights: FloatArray
     accepted: Sequence[Sequence[int]] = ()  # accepted nodes of each verified tree
 
 
 class AutoPolicy(NamedPolicy):
-    """Policy that maximises expected tokens per second, with higher weights for late requests and a
-    call's last rows.
+    """Policy that maximises weighted expected tokens per second; requests behind their SLOs and
+    rows that end last in their call weigh more.
 
-    Nodes are added, best first, while the ratio of expected tokens to seconds rises, which also
-    sets the budget of a step. Depth and width are those that pay by running averages, but no deeper
-    than this step's trees are worth; if none pays, drafting stops except for occasional looks. Path
+    Nodes are added in descending order of weighted path probability while the ratio of expected
+    tokens to predicted seconds rises, which also decides how many are verified. Depth and width are
+    chosen by running averages, see :class:`DepthControl`; in a single step drafting stops earlier
+    if one more level is not worth its time. If no shape is faster than plain decoding, speculation
+    is off except for occasional looks, steps that draft only to renew the averages. Path
     probabilities are calibrated by observed acceptance, step times corrected by measured ones.
     """
 
@@ -155,7 +162,7 @@ class AutoPolicy(NamedPolicy):
         self.history = history or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
-        self._outcome: _Outcome | None = None  # of the step that was selected
+        self._outcome: _Outcome | None = None  # of the current step, if it drafted; set by `select`
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
@@ -169,7 +176,7 @@ class AutoPolicy(NamedPolicy):
         self._ends = row_weights(requests, self.costs)
         factors = [BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests]
         self._weights = weights = urgencies * self._ends * np.array(factors)
-        # before the draft processes them
+        # read before drafting, which changes them
         self._num_behind = [request.num_draft_behind for request in requests]
         return self._limited(plan, requests, weights / weights.mean(), num_keys)
 
@@ -180,7 +187,7 @@ class AutoPolicy(NamedPolicy):
         num_keys = sum(len(request.tokens) for request in requests)
         num_prefill_tokens = self._num_prefill_tokens
         self._outcome = None
-        # without those that must not draft
+        # requests that were drafted for; the trees of all other requests are only roots
         drafting = requests if plan.drafting is None else plan.drafting
         if not (plan.depth and drafting):
             num_tokens = num_requests + num_prefill_tokens
@@ -237,7 +244,7 @@ class AutoPolicy(NamedPolicy):
         num_keys: int,
         num_prefill_tokens: int,
     ) -> Plan:
-        """Return the plan's depth, width and requests to draft for."""
+        """Return a plan with depth, width and the requests to draft for."""
         num_requests = len(requests)
         depths = self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
@@ -270,7 +277,8 @@ class AutoPolicy(NamedPolicy):
             draft_s = self.costs.draft_s(len(drafting), depth, width, num_keys, num_behind)
             num_tokens = num_requests + num_prefill_tokens
             if draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys) > due_s:
-                # the draft has to process whole texts first, or the look takes too long
+                # decode plainly: the drafter must prefill whole prompts first, or the look takes
+                # too long
                 depth = 0
                 width = 1
         return Plan(depth, width, drafting=drafting)
@@ -278,7 +286,9 @@ class AutoPolicy(NamedPolicy):
     def _limited(
         self, plan: Plan, requests: Sequence[Request], weights: FloatArray, num_keys: int
     ) -> Plan:
-        """Return the plan with limits at which drafting stops; the mean of ``weights`` is 1."""
+        """Return the plan with the limits on probabilities and gains below which drafting stops;
+        the mean of ``weights`` is 1.
+        """
         num_requests = len(requests)
         depths = self.history.depths
         drafting = plan.drafting
@@ -291,8 +301,8 @@ class AutoPolicy(NamedPolicy):
         )
         num_drafted_keys = num_keys * len(drafting) // num_requests
         level_s, request_s = self.costs.level_parts_s(len(drafting), plan.width, num_drafted_keys)
-        # Drafters compare these limits with uncalibrated path probabilities of the last level, not
-        # of its children.
+        # Drafters compare these limits with uncalibrated path probabilities of the last level
+        # drafted, not of its children.
         to_draft_probs = 1.0 / (self.history.understated * depths.continuation(plan.width))
         return replace(
             plan,
@@ -303,7 +313,9 @@ class AutoPolicy(NamedPolicy):
         )
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
-        """Return the weights of :func:`~hf_slospec.policies.urgency.urgency`.  -> [num_requests] f64"""
+        """Return the weight of each request by how far it is behind its SLO, and log a warning for
+        requests whose SLO is unattainable.  -> [num_requests] f64
+        """
         if all(request.pace_s is None for request in requests):
             return np.ones(len(requests))
         history = self.history
@@ -315,7 +327,8 @@ class AutoPolicy(NamedPolicy):
         is_unattainable = (needed > UNATTAINABLE * history.max_tokens) & has_history
         for index in np.flatnonzero(is_unattainable).tolist():
             request = requests[index]
-            # A lost window says nothing about the rest of the request.
+            # While windows are guaranteed, progress is that of one window, which says nothing about
+            # the rest.
             if not request.has_open_guarantee and request not in self._warned:
                 self._warned.add(request)
                 logger.warning(
@@ -339,11 +352,11 @@ class AutoPolicy(NamedPolicy):
         num_keys: int,
         num_prefill_tokens: int = 0,
     ) -> ShapeTime:
-        """Return the step time by shape, with its price, if ``num_drafting`` requests get nodes
-        besides their roots.
+        """Return a function that predicts the seconds of a step by shape, including the price of
+        first tokens that it delays, if ``num_drafting`` requests get nodes besides their roots.
 
-        The time of what the draft has to prefill first is spread over ``SETTLED_STEPS`` steps, so
-        that speculation is not switched on unless it gains more than that.
+        The time that the drafter spends on prefill first is spread over ``SETTLED_STEPS`` steps, so
+        that speculation is switched on only if it gains more than that.
         """
         num_requests = len(requests)
 
@@ -375,7 +388,7 @@ class AutoPolicy(NamedPolicy):
 
 
 def _probed(requests: Sequence[Request]) -> list[Request]:
-    """Return the requests to draft for in a look: those with the fewest tokens for the draft to
-    prefill.
+    """Return the requests that a look drafts for while speculation is off: those with the fewest
+    tokens that the drafter has not processed.
     """
     return sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]

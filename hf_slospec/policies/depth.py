@@ -1,5 +1,5 @@
-"""Choice of depth and beam width: the shape with the most expected tokens per second, plain
-decoding included.
+"""Choice of draft depth and beam width for the ``auto`` policy: the shape with the most expected
+tokens per second, or plain decoding.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import numpy as np
 
 from hf_slospec.tree.tree import FloatArray, Forest, IntArray, ranks_by_key
 
-# Draft levels [depths, 1], beam widths [widths], and per drafting request expected tokens
-# [estimates, depths, widths] and nodes [depths, widths] -> seconds of such steps, broadcast to
-# [estimates, depths, widths].
+# Predicts the seconds of steps by shape: draft levels [depths, 1], beam widths [widths], and per
+# drafting request expected tokens [estimates, depths, widths] and nodes [depths, widths] ->
+# seconds, broadcast to [estimates, depths, widths].
 ShapeTime = Callable[[IntArray, IntArray, FloatArray, FloatArray], FloatArray]
-ProbeTime = Callable[[int, int], float]  # draft levels, beam width -> seconds
+# draft levels, beam width -> seconds that a look adds to a plain step
+ProbeTime = Callable[[int, int], float]
 
 
 def beam_ranks(forest: Forest) -> IntArray:
@@ -30,84 +31,82 @@ def beam_ranks(forest: Forest) -> IntArray:
 class Drafted:
     """Shape and number of the trees that a step drafted."""
 
-    depth: int  # levels planned; those not worth drafting count as drafted without nodes
+    depth: int  # planned levels; those behind an early stop count as drafted without nodes
     width: int
-    num_trees: int  # trees drafted; other requests have only a root
+    num_trees: int  # trees with drafts; the other requests of the step have only a root
 
 
 class _Choice(NamedTuple):
     """The shape that is best by the averages, and the conditions under which it was chosen."""
 
-    conditions: tuple[int, ...]  # observed trees, as long as they are few, maximum depth and width
+    conditions: tuple[int, ...]  # observed trees (up to FEW_TREES), maximum depth and width
     num_requests: int
     depth: int  # 0: speculation is off
     width: int
-    is_known: bool  # False: the averages are incomplete, so the next step drafts the whole shape
+    # False: the averages do not cover all depths and widths yet, so the next step drafts at maximum
+    # depth and width
+    is_known: bool
     step_s: float
-    look_s: float  # seconds that drafting the whole shape loses against the best shape
+    # seconds that a step at maximum depth and width costs beyond what the best shape needs for the
+    # same tokens
+    look_s: float
 
 
 class DepthControl:
-    """Running averages of the contribution of each beam rank per depth, and the best depth and
-    width by them.
+    """Chooses depth and beam width by running averages of what each beam rank contributes at each
+    depth.
 
-    Entries (depth, rank) that are not drafted keep their averages. *Looks* renew them: while
-    speculation is on, a look drafts the whole shape; while it is off, ``PROBE_DEPTH`` levels for a
-    few requests. The additional cost of looks stays below ``LOOK_SHARE`` of the time, so they are
-    frequent where they are cheap. After speculation was switched off, some come earlier, at
-    intervals that double, since the predicted cost of a look may be wrong as well.
+    The average of a (depth, rank) stays as it is in steps that do not draft it. *Looks* are steps
+    that draft more in order to renew the averages: while speculation is on, at maximum depth and
+    width; while it is off, ``PROBE_DEPTH`` levels for a few requests. The additional cost of looks
+    stays below ``LOOK_SHARE`` of the time, so they are frequent where they are cheap. After
+    speculation was switched off, some come earlier, at intervals that double, since the predicted
+    cost of a look may be wrong as well.
 
     A choice is kept for ``STANDS`` steps if the number of requests is similar, since choosing takes
-    longer than all other decisions of a step with few requests. As long as few trees were observed,
-    it is renewed with each of them."""
+    longer than all other decisions of a step with few requests. While few trees were observed, it
+    is renewed with each of them."""
 
     STANDS = 4  # steps for which a choice is kept
     SIMILAR = 1.5  # largest ratio between numbers of requests for which a choice is kept
-    LOOK_SHARE = 0.01  # share of the time that looks may take
-    MIN_GAP = 8  # steps between looks; also the first of the doubling intervals
-    # whole shapes drafted before the averages decide, whichever is less
+    LOOK_SHARE = 0.01  # share of the engine's time that looks may add
+    MIN_GAP = 8  # minimum steps between looks; also the first of the doubling intervals
+    # Steps or trees drafted at maximum depth and width before the averages decide, whichever comes
+    # first
     WARMUP_STEPS = 3
     WARMUP_TREES = 24
     PROBE_DEPTH = 2  # levels of a look while speculation is off
-    MIN_CONTINUATION = 0.2  # lower bound on the averaged probability that a path goes on
-    BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
-    MARGIN = (
-        1.02  # factor by which speculation must be better than plain decoding to be switched on
-    )
-    WEIGHT = 0.1  # weight of a step in the averages of entries that the step before drafted as well
-    MAX_WEIGHT = 0.5  # weight of a step in the averages of entries that were not drafted for long
+    MIN_CONTINUATION = 0.2  # lower bound of the result of `continuation`
+    BEYOND = 1  # levels beyond the best depth that a step may draft if its trees are worth it
+    # factor by which speculation must be faster than plain decoding to be switched on
+    MARGIN = 1.02
+    WEIGHT = 0.1  # weight of a step in an average that the step before updated as well
+    MAX_WEIGHT = 0.5  # maximum weight of a step in an average that was not updated for long
     DOUBT = 0.5  # upper bound of the standard deviation of a node's contribution in one step
-    NO_DOUBT = 0.02  # relative standard error of the averages that is ignored
-    FEW_TREES = round(
-        (DOUBT / NO_DOUBT) ** 2
-    )  # observed trees beyond which the averages are not doubted
+    NO_DOUBT = 0.02  # relative standard error of an average below which it counts as exact
+    # observed trees from which on all averages count as exact
+    FEW_TREES = round((DOUBT / NO_DOUBT) ** 2)
 
     def __init__(self, max_depth: int, max_width: int):
-        self.nodes = np.zeros(
-            (max_depth + 1, max_width)
-        )  # [depth, rank in beam] verified nodes per request
-        self.mass = np.zeros(
-            (max_depth + 1, max_width)
-        )  # their weighted path probability, i.e. expected tokens
+        # [depth, rank in beam]: verified nodes per request
+        self.nodes = np.zeros((max_depth + 1, max_width))
+        # [depth, rank in beam]: weighted path probability of verified nodes, i.e. expected tokens
+        self.mass = np.zeros((max_depth + 1, max_width))
         self.nodes[0, 0] = self.mass[0, 0] = 1.0
-        self.steps_since = np.full(
-            (max_depth + 1, max_width), np.inf
-        )  # steps since the entry was last drafted
+        # [depth, rank in beam]: steps since such a node was last drafted; inf: never
+        self.steps_since = np.full((max_depth + 1, max_width), np.inf)
         self.num_observed = self.num_trees = 0  # steps that drafted, and their trees
         self.is_on = True
-        self.goodput = (
-            0.0  # expected tokens per second and request of the last shape chosen by averages
-        )
-        # steps; seconds that a look may cost now
+        # expected tokens per second and request of the last shape chosen by the averages
+        self.goodput = 0.0
+        # steps since the last look; seconds that a look may cost now
         self._steps_since_look = 0
         self._look_s = 0.0
-        self._early_gap = (
-            self.MIN_GAP
-        )  # steps after which a look is due at any cost while speculation is off
-        self.is_look = (
-            True  # the last step renews the averages, so it should be learned from at once
-        )
-        # age in steps
+        # while speculation is off, steps after which a look is due at any cost
+        self._early_gap = self.MIN_GAP
+        # The shape returned last is a look, whose outcome should be learned from at once
+        self.is_look = True
+        # the choice in use, and the number of steps since it was made
         self._choice = _Choice((), 0, 0, 1, False, 0.0, 0.0)
         self._age = 0
 
@@ -122,14 +121,15 @@ class DepthControl:
 
         Args:
             forest: candidate trees.
-            path_probs: [num_nodes] f64, calibrated path probabilities, times weights of the trees
-                with a mean of 1.
+            path_probs: [num_nodes] f64, calibrated path probabilities, multiplied by the weights of
+                their trees, whose mean is 1.
             is_verified: [num_nodes] bool, the nodes that were verified.
-            drafted: one per step.
+            drafted: shape and number of trees of each step.
         """
         max_depth = self.nodes.shape[0] - 1
         max_width = self.nodes.shape[1]
-        num_trees = np.zeros(self.nodes.shape)  # trees for which the entry was drafted
+        # [depth, rank in beam]: trees for which such a node was drafted
+        num_trees = np.zeros(self.nodes.shape)
         for step in drafted:
             num_trees[1 : step.depth + 1, : step.width] += step.num_trees
             self.num_trees += step.num_trees
@@ -158,14 +158,14 @@ class DepthControl:
         seconds: ShapeTime,
         probe_s: ProbeTime,
     ) -> tuple[int, int]:
-        """Return the depth and width to draft: those with most expected tokens per second, or those
-        of a look.
+        """Return the depth and width to draft in the next step: the shape with the most expected
+        tokens per second, or the shape of a look if one is due.
 
         Args:
             max_depth, max_width: bounds of the shape.
             num_requests: decoding requests.
             seconds: predicted step times by shape.
-            probe_s: predicted seconds that a look adds to plain decoding.
+            probe_s: predicted seconds that a look adds to plain decoding, by depth and width.
         """
         if not max_depth:  # speculation is impossible in this step, but is not switched off
             self.is_look = False
@@ -214,16 +214,16 @@ class DepthControl:
         self.goodput = max(best, plain) if not is_known else best if self.is_on else plain
         if not self.is_on:
             return _Choice(conditions, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
-        # The whole shape yields tokens as well; the time that the best shape needs for them is no
-        # loss.
+        # A step at maximum depth and width yields tokens, too; the time that the best shape needs
+        # for them is no loss.
         look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
         best_s = float(step_s[0, depth, width - 1])
         deepest = min(depth + self.BEYOND, max_depth)
         return _Choice(conditions, num_requests, deepest, width, is_known, best_s, look_s)
 
     def _is_look_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
-        """Return whether the additional seconds of a look, ``look_s``, are within the share saved
-        up so far.
+        """Count a step of ``step_s`` seconds; return whether a look, which adds ``look_s()``
+        seconds, is due.
         """
         self._look_s += self.LOOK_SHARE * step_s
         is_early = not self.is_on and self._steps_since_look >= self._early_gap
@@ -235,28 +235,30 @@ class DepthControl:
         return True
 
     def continuation(self, width: int) -> float:
-        """Return how often a path continues in the next level of a beam, by the averages of the
-        first level.
+        """Return the estimated probability that a path of the beam continues in the next level,
+        which is its average at the first level.
         """
         return min(max(float(self.mass[1:2, :width].sum()), self.MIN_CONTINUATION), 1.0)
 
     def best_shape(
         self, max_depth: int, max_width: int, seconds: ShapeTime
     ) -> tuple[int, int, float, float]:
-        """Find the best shape by the averages, without looks.
+        """Find the best shape by the averages, whether or not a look is due.
 
-        While few trees were observed, it is the shape with the smallest maximum loss against the
-        best one, with the averages one standard error too high or too low.
+        While few trees were observed, it is the shape with the smallest worst-case loss against the
+        best one, if all averages are one standard error too low or all too high.
 
         Returns:
             Depth, width, and expected tokens per second and request of the best shape that drafts;
-            then the rate of plain decoding.
+            then the expected tokens per second and request of plain decoding.
         """
         tokens, step_s = self._expected(max_depth, max_width, seconds)
         return self._best_of(tokens / step_s)
 
     def _best_of(self, rates: FloatArray) -> tuple[int, int, float, float]:
-        """Find the best shape by the rates of :meth:`_expected`, [estimates, depths, widths]."""
+        """Find the best shape, given tokens per second [estimates, depths, widths]; see
+        :meth:`best_shape`.
+        """
         plain = float(rates[0, 0, 0])
         max_depth = rates.shape[1] - 1
         if not max_depth:
@@ -270,12 +272,13 @@ class DepthControl:
     def _expected(
         self, max_depth: int, max_width: int, seconds: ShapeTime
     ) -> tuple[FloatArray, FloatArray]:
-        """Return expected tokens per drafting request, and seconds of a step, by shape.
+        """Return the expected tokens per drafting request, and the predicted seconds of a step, by
+        shape.
 
         Returns:
-            Both [estimates, depths, widths] f64. The first estimate is by the averages. While few
-            trees were observed, a low and a high one follow, with every acceptance probability one
-            standard error lower or higher.
+            Both [estimates, depths, widths] f64. The first estimate uses the averages. While few
+            trees were observed, a low and a high estimate follow, with every acceptance probability
+            one standard error lower or higher.
         """
         depths = np.arange(max_depth + 1)[:, None]
         widths = np.arange(1, max_width + 1)

@@ -1,4 +1,6 @@
-"""Baselines: the same beam in every step, or plain decoding."""
+"""Baseline policies: ``fixed`` verifies the same beam in every step, ``none`` decodes without
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from hf_slospec.tree.tree import TokenTree
 
 
 class FixedPolicy(NamedPolicy):
-    """Policy that verifies whole beams of ``max_depth`` and ``max_width`` on every step; depth 0 is
-    plain decoding.
+    """Policy that drafts ``max_depth`` levels of ``max_width`` nodes in every step and verifies all
+    of them; a depth of 0 is plain decoding.
 
-    A width of 1 makes chains, as in vLLM's and transformers' speculation.
+    A width of 1 makes chains, as in vLLM's and transformers' speculative decoding.
     """
 
     name = "fixed"
@@ -48,7 +50,7 @@ class PlainPolicy(FixedPolicy):
 
 
 def selection_of(trees: Sequence[TokenTree], step_s: float = 0.0) -> Selection:
-    """Return the selection of these trees, with the sums of their path probabilities as expected
-    tokens.
+    """Return a selection that verifies all nodes of the trees. The expected tokens of a request are
+    the sum of its tree's path probabilities.
     """
     return Selection(trees, [float(tree.path_probs.sum()) for tree in trees], step_s)

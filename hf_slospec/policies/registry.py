@@ -1,4 +1,6 @@
-"""Registry of policies by name. Each policy is one class with its name, options and limits."""
+"""Registry of policies by name, the base class of registered policies, and helpers that several
+policies share.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
     from hf_slospec.policies.settings import PolicySettings
 
 
-# Group; each entry is a module that registers policies when it is imported
+# Entry point group for policies of other packages; each entry point is a module that calls
+# :func:`register` when it is imported
 ENTRY_POINTS = "hf_slospec.policies"
 
 
 class PolicyOptions(BaseModel):
-    """Settings of one policy; most policies have none. Frozen; unknown fields are refused."""
+    """Base class of the settings that only one policy has; most policies have none. Frozen; unknown
+    fields are rejected.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +38,8 @@ class NamedPolicy(Policy):
     """Base class of policies that ``SLOSpecConfig(policy=...)`` can name."""
 
     name: ClassVar[str]
-    options: ClassVar[type[PolicyOptions]] = PolicyOptions  # settings of this policy only
+    # class of the settings that only this policy has
+    options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         self.config = config
@@ -52,7 +58,7 @@ def register(*policies: type[NamedPolicy]) -> None:
     """Add policies to the registry, under their names.
 
     Raises:
-        InvalidInputError: another class has the name.
+        InvalidInputError: a different class is registered under one of the names.
     """
     for policy in policies:
         registered = _POLICIES.setdefault(policy.name, policy)
@@ -68,17 +74,17 @@ def register(*policies: type[NamedPolicy]) -> None:
 
 
 def all_policies() -> dict[str, type[NamedPolicy]]:
-    """Return all policies by name, those of other packages included."""
+    """Return all policy classes by name, including the policies of other packages."""
     load_entry_points(ENTRY_POINTS)
     return _POLICIES
 
 
 def policy_named(name: str) -> type[NamedPolicy]:
-    """Return the policy of this name; entry points are loaded only if the name is not registered
-    yet.
+    """Return the policy class with this name; entry points are loaded only if the name is not
+    registered yet.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: no policy has this name.
     """
     policy = _POLICIES.get(name) or all_policies().get(name)
     if policy is None:
@@ -89,20 +95,21 @@ def policy_named(name: str) -> type[NamedPolicy]:
 
 
 def policies_with(option: str) -> list[str]:
-    """Return the names of the policies that have the option."""
+    """Return the names of the policies whose options class has a field ``option``."""
     return [
         name for name, policy in all_policies().items() if option in policy.options.model_fields
     ]
 
 
-MAX_BUDGET = 1024  # tokens
-# Without a given token budget, a step may take this many times as long as one of a single token
+# Largest verify step, in tokens, that is considered when the token budget is chosen automatically
+MAX_BUDGET = 1024
+# If ``token_budget`` is not set, a step may take this many times as long as a step of one token
 MAX_SLOWDOWN = 4.0
 
 
 def max_useful_depth(requests: Sequence[Request], max_depth: int) -> int:
-    """Return the largest depth up to ``max_depth`` at which some request can commit a whole path:
-    depth + 1 tokens.
+    """Return the largest useful depth, at most ``max_depth``: a path of that depth commits depth +
+    1 tokens, which at least one request may still emit.
     """
     return min(max_depth, max(request.num_left for request in requests) - 1)
 
@@ -119,19 +126,19 @@ def without_useless_nodes(
 
 
 def affordable_tokens(costs: StepCosts) -> int:
-    """Return the maximum tokens whose verify step costs at most :data:`MAX_SLOWDOWN` times a single
-    token's step.
+    """Return the number of tokens in the largest verify step that takes at most
+    :data:`MAX_SLOWDOWN` times as long as a step of one token.
     """
     times_s = _times_s(costs)
     return int(np.searchsorted(times_s, MAX_SLOWDOWN * times_s[0], side="right"))
 
 
 def roofline_tokens(costs: StepCosts) -> int:
-    """Return the tokens at which the measured roofline has its ridge.
+    """Return the number of tokens per step at the ridge of the measured roofline.
 
-    The roofline is the time of a single token (memory-bound) or the number of tokens at their
-    highest rate (compute-bound), whichever is longer. Below the ridge compute is left unused; above
-    it the step takes longer and the rate does not rise.
+    The roofline is the longer of two times: the time of a single token (memory-bound), and the
+    number of tokens divided by the highest measured tokens per second (compute-bound). Below the
+    ridge compute is left unused; above it steps take longer without a higher rate.
     """
     times_s = _times_s(costs)
     highest_rate = float((np.arange(1, MAX_BUDGET + 1) / times_s).max())
@@ -140,6 +147,5 @@ def roofline_tokens(costs: StepCosts) -> int:
 
 def _times_s(costs: StepCosts) -> FloatArray:
     """Return the seconds of verify steps of 1, 2, ... tokens.  -> [MAX_BUDGET] f64"""
-    return np.maximum.accumulate(
-        costs.verify_s(np.arange(1, MAX_BUDGET + 1))
-    )  # corrections by size may break monotonicity, hence the maximum
+    # Corrections by measured steps may make a larger step appear faster; the maximum prevents that.
+    return np.maximum.accumulate(costs.verify_s(np.arange(1, MAX_BUDGET + 1)))

@@ -1,4 +1,4 @@
-"""Settings of policies."""
+"""Pydantic model of the settings that choose and configure a policy."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from pydantic import (
 
 from hf_slospec.policies.registry import PolicyOptions, policies_with, policy_named
 
-MAX_DEPTH = 1024  # statistics and K/V slots grow with it
-MAX_COUNT = 10**9  # upper bound of numbers of tokens and requests, so that sums do not overflow
+# Upper bound of ``max_depth``, in tree levels: statistics and reserved K/V slots grow with it
+MAX_DEPTH = 1024
+# Upper bound of settings that count tokens or requests, so that their sums do not overflow
+MAX_COUNT = 10**9
 
 Settings = TypeVar("Settings", bound="PolicySettings")
 Options = TypeVar("Options", bound=PolicyOptions)
 
 
 class PolicySettings(BaseModel):
-    """Settings of the policy, part of :class:`~hf_slospec.SLOSpecConfig`. Frozen; unknown fields
-    are refused.
+    """Settings of the policy, inherited by :class:`~hf_slospec.SLOSpecConfig`. Frozen; unknown
+    fields are rejected.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,8 +99,9 @@ class PolicySettings(BaseModel):
     @field_validator("policy_options", mode="before")
     @classmethod
     def _validate_options(cls, value: Any, info: ValidationInfo) -> Any:
-        """Validate the options of the named policy."""
-        if "policy" not in info.data:  # the policy is invalid, which has its own error
+        """Check ``policy_options`` against the options class of the policy named by ``policy``."""
+        # ``policy`` is invalid, which its own validator reports
+        if "policy" not in info.data:
             return PolicyOptions()
         options = policy_named(info.data["policy"]).options
         if isinstance(value, PolicyOptions):
@@ -114,10 +117,11 @@ class PolicySettings(BaseModel):
     def model_copy(
         self: Settings, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> Settings:
-        """Return a validated copy with ``update``. If the policy changes, the options of the old
-        one are dropped.
+        """Return a validated copy with the fields in ``update`` replaced. If ``policy`` changes,
+        the options of the old policy are dropped.
 
-        Fields that were not set take their defaults again, some of which depend on others.
+        Fields that were never set take their defaults again, since some defaults depend on other
+        fields.
         """
         update = update or {}
         is_other = update.get("policy", self.policy) != self.policy
@@ -127,7 +131,5 @@ class PolicySettings(BaseModel):
         return type(self).model_validate({**values, **update})
 
     def options_of(self, kind: type[Options]) -> Options:
-        """Return the policy's options, or the defaults of ``kind`` if the named policy has other
-        options.
-        """
+        """Return ``policy_options`` if of class ``kind``, else the defaults of ``kind``."""
         return self.policy_options if isinstance(self.policy_options, kind) else kind()

@@ -1,4 +1,6 @@
-"""Weights of requests: those behind their SLOs, and rows of a call that end last, count more."""
+"""Weights of requests in the ``auto`` policy: requests that are behind their SLOs, and rows of a
+``generate`` call that will end last, weigh more.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,24 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import BoolArray, FloatArray
 
-MAX_BEHIND = 2.0  # tokens behind the SLO beyond which the weight rises no more
-CUSHION = 2.0  # standard deviations of the tokens that a request's remaining steps commit
-# Exponent of the norm of the rows' remaining steps that stands for their maximum. In simulations 8
-# gains a quarter more if all rows emit as many tokens as they may, but loses 4 % if the rows that
-# end early are those that accept little.
+MAX_BEHIND = 2.0  # tokens behind its SLO beyond which a request's weight does not rise further
+# Size of a request's cushion, in standard deviations of the tokens that its remaining steps commit
+CUSHION = 2.0
+# Exponent p of the p-norm that approximates the maximum of the rows' remaining steps. In
+# simulations 8 gains a quarter more if all rows emit as many tokens as they may, but loses 4 % if
+# the rows that end early are those with low acceptance rates.
 END_NORM = 3.0
-PRIOR_STEPS = 8  # steps at the mean rate of all rows that count as if a row had made them; a guess
+# Weight of the mean over all rows in a row's tokens per step, in steps of the row; a guess
+PRIOR_STEPS = 8
 
 
 @dataclass(frozen=True)
 class SLOProgress:
-    """Progress of requests against their paces, [num_requests] f64 each.
+    """Progress of requests relative to their pace, the seconds per token that their SLOs allow;
+    [num_requests] f64 each.
 
-    Seconds and tokens count from the beginning of the current stage; the first stage begins with
-    the first token."""
+    Seconds and tokens count from the beginning of the request's current stage; the first stage
+    begins with the first token."""
 
     pace_s: FloatArray  # seconds per output token; inf: no SLO
     elapsed_s: FloatArray
@@ -33,14 +38,14 @@ class SLOProgress:
     num_left: FloatArray  # tokens
 
     def behind(self, step_s: float) -> FloatArray:
-        """Return the tokens that a step of ``step_s`` must commit beyond its bonus token; negative
-        if ahead.
+        """Return, for each request, the tokens beyond the bonus token that a step of ``step_s``
+        seconds must commit to keep the pace; negative if the request is ahead of it.
         """
         return (self.elapsed_s + step_s) / self.pace_s - self.emitted - 1.0
 
     def needed_rate(self, step_s: float) -> FloatArray:
-        """Return the tokens per step needed from now on to keep the pace; inf where no number
-        suffices.
+        """Return, for each request, the tokens per step of ``step_s`` seconds that it needs from
+        now on to end on pace; inf if no time is left.
         """
         left_s = self.pace_s * (self.emitted + self.num_left) - self.elapsed_s
         rates = np.full(len(left_s), np.inf)
@@ -48,8 +53,8 @@ class SLOProgress:
         return rates
 
     def cushion(self, needed_rate: FloatArray, tokens_per_step: float, spread: float) -> FloatArray:
-        """Return how many tokens ahead a request should be, since the number of tokens that steps
-        commit varies.
+        """Return how many tokens each request should be ahead of its pace, as a reserve for steps
+        that commit fewer tokens than the mean.
 
         The cushion is largest far from the end, where it is also cheapest to build, and smaller for
         looser TPOT SLOs.
@@ -67,17 +72,18 @@ class SLOProgress:
 def urgency(
     behind: FloatArray, cushion: FloatArray, is_unattainable: BoolArray, strength: float
 ) -> FloatArray:
-    """Return the weights of requests: 1 if ahead of the TPOT SLO by the cushion, else larger by the
-    tokens missing.
+    """Return the weights of requests: 1 for a request that is ahead of its TPOT SLO by its cushion,
+    more for each token that it lacks.
 
     Equal weights of 1 maximise tokens per second. Weights below 1, which would leave out requests
     that are far ahead, save little where a step has a large fixed cost, and lose throughput.
 
     Args:
-        behind, cushion: [num_requests] f64, tokens.
-        is_unattainable: [num_requests] bool, the TPOT SLO cannot be met any more: weighted like a
-            request without one.
-        strength: weight of one token.
+        behind, cushion: [num_requests] f64, results of :meth:`SLOProgress.behind` and
+            :meth:`SLOProgress.cushion`, in tokens.
+        is_unattainable: [num_requests] bool, whether the TPOT SLO cannot be met any more; such a
+            request has the weight 1, as without an SLO.
+        strength: weight that each lacking token adds.
 
     Returns:
         [num_requests] f64, each at least 1.
@@ -88,9 +94,9 @@ def urgency(
 
 
 def row_weights(requests: Sequence[Request], costs: StepCosts) -> FloatArray:
-    """Return the weights of :func:`end_weights`, with a mean of 1.  -> [num_requests] f64
+    """Return the :func:`end_weights` of requests, scaled to a mean of 1.  -> [num_requests] f64
 
-    They are 1 for requests that end one by one, and if any has an SLO.
+    All weights are 1 if a request has an SLO, or returns before the other rows of its call end.
     """
     if len(requests) == 1 or not all(
         r.params.ends_with_others and r.pace_s is None for r in requests
@@ -108,19 +114,20 @@ def row_weights(requests: Sequence[Request], costs: StepCosts) -> FloatArray:
 def end_weights(
     num_left: FloatArray, committed: FloatArray, num_steps: FloatArray, fixed_s: float, row_s: float
 ) -> FloatArray:
-    """Return the weights of rows that are decoded until the last one ends: the seconds that a token
-    saves their call.
+    """Return, for the rows of a call that returns when its last row ends, the seconds that the call
+    saves for each token that the row commits.
 
-    A row needs as many more steps as it has tokens left over its tokens per step. The call takes
-    the fixed part of a step as often as its slowest row needs steps, here a smooth maximum, and the
-    row's part for every row and step. The weights are the gradient of this time. Equal weights,
-    which maximise tokens per second, would spend steps on rows that end early anyway.
+    The remaining steps of a row are its tokens left divided by its tokens per step. The call pays
+    the fixed part of a step once for every remaining step of its slowest row (here a smooth
+    maximum), and the part per row for every remaining step of every row. The weights are the
+    gradient of this time. Equal weights, which maximise tokens per second, would spend steps on
+    rows that end early anyway.
 
     Args:
-        num_left: tokens that may still be emitted, for those to come, which are unknown, [num_rows]
-            f64.
-        committed, num_steps: tokens that steps have committed, and the number of these steps,
-            [num_rows] f64.
+        num_left: tokens that each row may still emit, which stand for the unknown number that it
+            will emit, [num_rows] f64.
+        committed, num_steps: tokens that decode steps have committed for each row, and the number
+            of these steps, [num_rows] f64.
         fixed_s: seconds of a step that do not depend on the number of rows.
         row_s: seconds that one more row adds to a step.
 

@@ -1,4 +1,6 @@
-"""Schedulers, which choose the requests that a step decodes and the prompts that it prefills."""
+"""Schedulers, which choose the requests that a step decodes and the prompts that it prefills; the
+engine's scheduler is in ``continuous.py``.
+"""
 
 from typing import Literal
 

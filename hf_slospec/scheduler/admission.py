@@ -1,8 +1,9 @@
-"""SLOs-Serve's admission control (arXiv 2504.08784): prefill capacity and the dynamic programme
-over requests.
+"""Admission control of the SLOs-Serve paper (arXiv 2504.08784): prefill capacity and the dynamic
+programme over requests. ``guarantees.py`` calls it.
 
 An admitted request has a guarantee: its prompt is processed by a deadline, and it then decodes at
-the TPOT SLO of its tier. Corrections to the printed programme are marked [FIX].
+the TPOT SLO of its tier, a group of requests with similar TPOT SLOs. Corrections to the printed
+programme are marked [FIX].
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from hf_slospec.tree.tree import FloatArray, IntArray
 class SpecLengths:
     """Chain lengths with which every tier meets its TPOT SLO on average."""
 
-    lengths: (
-        IntArray  # [tiers] tokens verified per request; 1: plain decoding, 0: the tier is empty
-    )
+    # [tiers] tokens verified per request and step; 1: plain decoding, 0: the tier is empty
+    lengths: IntArray
     limit_s: float  # maximum seconds of the step; inf without any TPOT SLO
     rate: float  # prompt tokens per second that can be prefilled
 
@@ -44,8 +44,8 @@ def best_lengths(
     A step holds chains of one length per tier, and fills up with prompt tokens. A chain of s tokens
     (1: plain decoding) commits Acc(s) = 1 + a + ... + a^(s-1) in expectation, so a step may last up
     to tpot_slo * Acc(s). The tier with the smallest such bound limits the step. Given that limit,
-    the shortest chains are best for all others, so trying every tier and length as the limit finds
-    the best lengths.
+    the shortest chains that allow it are best for all other tiers, so trying every tier and length
+    as the limit finds the best lengths.
 
     Tiers that speculate, and requests without a TPOT SLO, take part in every step. A tier that
     decodes plainly takes part with the tokens that are due before the step's end, earliest deadline
@@ -57,7 +57,7 @@ def best_lengths(
     limit: where ``max_tokens`` or the curve keeps it from filling the limit, waiting gains nothing.
 
     Args:
-        step_s: seconds of a step without drafting, by its tokens.
+        step_s: seconds of a step without drafting, by its number of tokens.
         tpot_slos_s: [tiers] seconds per output token; inf: no TPOT SLO, one token per step.
         counts: [tiers] decoding requests.
         acceptance: a in [0, 1], the probability that a token of a chain is accepted after its
@@ -78,7 +78,7 @@ def best_lengths(
     num_decoding = np.asarray(counts, dtype=np.int64)[is_used]
     slos_s = np.asarray(tpot_slos_s, dtype=np.float64)[is_used]
     accepted = np.cumsum(np.power(float(acceptance), np.arange(max_len)))  # Acc(1), Acc(2), ...
-    paces = slos_s[:, None] * accepted  # [tiers, max_len] seconds a step may last
+    paces = slos_s[:, None] * accepted  # [tiers, max_len] seconds that a step may last
     if slacks_s is not None:
         paces += np.asarray(slacks_s, dtype=np.float64)[is_used, None]
     limits = (
@@ -88,18 +88,21 @@ def best_lengths(
     longest = lengths.max(axis=1, initial=1)
     loads = lengths @ num_decoding
     draft_s = (longest - 1) * draft_level_s
-    last = np.searchsorted(
-        seconds, limits - draft_s, side="right"
-    )  # tokens of the largest step within the limit
+    # tokens of the largest step within each limit
+    last = np.searchsorted(seconds, limits - draft_s, side="right")
     tokens = tokens[: last.max()]
     seconds = seconds[: last.max()]
     is_step = (tokens >= np.maximum(loads, 1)[:, None]) & (tokens <= last[:, None])
-    is_step &= (longest <= max_len)[:, None]  # Acc saturates at 1 / (1 - a)
-    is_due = (lengths == 1) & np.isfinite(slos_s)  # [limits, tiers] takes part when it is due
+    # no length is enough for some limits, as Acc(s) never exceeds 1 / (1 - a)
+    is_step &= (longest <= max_len)[:, None]
+    # [limits, tiers] bool: the tier decodes plainly, so its requests take part only when a token is
+    # due
+    is_due = (lengths == 1) & np.isfinite(slos_s)
     loads = (lengths * ~is_due) @ num_decoding  # tokens per step
     due = is_due @ (num_decoding / slos_s)  # tokens per second
     rates = (tokens - loads[:, None]) / (seconds + draft_s[:, None]) - due[:, None]
-    rates = np.where(is_step, np.maximum(rates, 0.0), -np.inf)  # at least 0 but for rounding
+    # rates are negative only by rounding
+    rates = np.where(is_step, np.maximum(rates, 0.0), -np.inf)
     rates = rates.max(axis=1, initial=-np.inf)
     best = int(np.argmax(rates))
     if rates[best] == -np.inf:
@@ -110,11 +113,11 @@ def best_lengths(
 
 
 Counts = tuple[int, ...]  # decoding requests by tier
-PrefillRate = Callable[
-    [Counts], float
-]  # prompt tokens per second beside these; negative: they miss their TPOT SLOs
+# prompt tokens per second that can be prefilled beside these requests; negative: they miss their
+# TPOT SLOs
+PrefillRate = Callable[[Counts], float]
 
-FAR_S = 1e9  # bound of deadlines, so that no product with infinity arises
+FAR_S = 1e9  # upper bound of deadlines in seconds, so that no product with infinity arises
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,7 +133,7 @@ def prefill_rate(
     """Return the highest prefill rate with which all decoding requests keep their TPOT SLOs.
 
     This is a fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of
-    steps. The arguments are those of :func:`~hf_slospec.scheduler.admission.best_lengths`.
+    steps. See :func:`~hf_slospec.scheduler.admission.best_lengths` for the arguments.
 
     Returns:
         Prompt tokens per second, at least 0; -inf if the TPOT SLOs cannot be met even without
@@ -142,19 +145,17 @@ def prefill_rate(
 
 @dataclass(frozen=True)
 class Candidate:
-    """Request whose prompt is not prefilled yet."""
+    """Request whose prompt is not prefilled yet, as the dynamic programme sees it."""
 
     deadline_s: float  # seconds from now until its prompt must be prefilled
-    prompt_tokens: int  # still to be prefilled
-    kv_tokens: int  # slots of K/V that it needs
+    prompt_tokens: int  # prompt tokens that are still to be prefilled
+    kv_tokens: int  # K/V slots that it needs
     tier: int  # index of its tightest TPOT SLO among the tiers
-    priority: int = 0  # lower ones are admitted first
-    value: int = (
-        1  # Relative value of meeting its SLOs, within its priority; positive (v_i in the paper)
-    )
-    is_forced: bool = (
-        False  # admitted before and still in prefill: it stays admitted and keeps its K/V
-    )
+    priority: int = 0  # candidates with lower numbers are admitted first
+    # relative value (v_i in the paper) of meeting its SLOs, within its priority; positive
+    value: int = 1
+    # admitted before and still in prefill, so it stays admitted and keeps its K/V slots
+    is_forced: bool = False
 
 
 def admitted(
@@ -169,12 +170,12 @@ def admitted(
     not be negative after any admitted prompt, nor may ``rate`` be negative at any time.
 
     The value of a set is the sum of its candidates' values. Priorities are compared
-    lexicographically: as much value of the lowest priority as possible, then as much of the next,
-    and so on, which is the same as values that exceed those of all lower classes together. Of
-    equally valuable sets, the one that leaves most capacity for later candidates is preferred, then
-    the one with earlier deadlines, then the one with lower indices. Forced candidates are always
-    admitted, even if they cannot meet their deadlines or make running requests miss their TPOT
-    SLOs; in that case no other candidate is admitted.
+    lexicographically: the set has as much value of the lowest priority number as possible, then as
+    much of the next, and so on, as if each value exceeded all values of higher priority numbers
+    together. Of equally valuable sets, the one that leaves most capacity for later candidates is
+    preferred, then the one with earlier deadlines, then the one with lower indices. Forced
+    candidates are always admitted, even if they cannot meet their deadlines or make running
+    requests miss their TPOT SLOs; in that case no other candidate is admitted.
 
     Time grows with the number of candidates N times the number of states: one if all candidates
     fit, else up to N^tiers counts and the different sums of values times the trade-offs between K/V
@@ -192,14 +193,14 @@ def admitted(
     Returns:
         Indices of the admitted candidates, ascending, forced ones included.
     """
-    order = sorted(
-        range(len(candidates)), key=lambda i: (candidates[i].deadline_s, i)
-    )  # [FIX] ties by index
+    # [FIX] equal deadlines are ordered by index
+    order = sorted(range(len(candidates)), key=lambda i: (candidates[i].deadline_s, i))
     jobs = [candidates[i] for i in order]
     rate = functools.cache(rate)
     kv_free = max(kv_free, 0)
     chosen = None
-    for must in ([True] * len(jobs), [job.is_forced for job in jobs]):  # usually all candidates fit
+    # first try to admit all candidates, which usually fit
+    for must in ([True] * len(jobs), [job.is_forced for job in jobs]):
         if chosen is None:
             chosen = _best_set(jobs, must, rate, running, kv_free)
     if chosen is None:
@@ -208,7 +209,9 @@ def admitted(
 
 
 def _values(jobs: Sequence[Candidate]) -> list[int]:
-    """Return values of which each exceeds the sum of all those of later priorities."""
+    """Return a value for each job that exceeds the sum of the values of all jobs with less
+    important priorities.
+    """
     values = [0] * len(jobs)
     scale = 1
     for priority in sorted({job.priority for job in jobs}, reverse=True):
@@ -249,9 +252,8 @@ def _best_set(
         [(0 if job.is_forced else job.kv_tokens, job.prompt_tokens) for job in jobs],
         dtype=np.float64,
     )
-    trail: list[
-        tuple[IntArray, IntArray]
-    ] = []  # per job and state, the previous state and whether it was admitted
+    # for each job, and each state after it: the previous state, and whether the job was admitted
+    trail: list[tuple[IntArray, IntArray]] = []
     now_s = 0.0
     for index, job in enumerate(jobs):
         deadline_s = min(max(job.deadline_s, now_s), FAR_S)
@@ -308,12 +310,13 @@ def _undominated(counts: IntArray, left: FloatArray) -> IntArray:
     """Return the ascending indices of states that no state with equal counts dominates in ``left``,
     [states, 2].
 
-    Of equal states the first is kept.
+    Of states with equal counts and equal ``left``, the first is kept.
     """
     order = np.lexsort((-left[:, 1], -left[:, 0], *counts.T))  # stable
     group = np.cumsum((np.diff(counts[order], axis=0, prepend=counts[order[:1]]) != 0).any(axis=1))
-    # Within a group the K/V slots fall, so the prompt tokens must rise. They become ranks, raised
-    # from group to group.
+    # Within a group of equal counts, K/V slots descend, so a state survives only if it leaves more
+    # prompt tokens than all states before it. Prompt tokens become ranks, higher from group to
+    # group, so that one running maximum serves all groups.
     budgets = np.unique(left[order, 1], return_inverse=True)[1].reshape(-1) + group * len(order)
     highest_before = np.maximum.accumulate(np.concatenate(([-1], budgets)))[:-1]
     return np.sort(order[budgets > highest_before])

@@ -1,4 +1,4 @@
-"""Which of the running requests decode in a step, and which prompts are prefilled beside them."""
+"""Choice of the running requests that a step decodes, and of the prompts prefilled beside them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from hf_slospec.tree.tree import IntArray
 MIN_CHUNK = 8
 # Minimum prefill tokens of a step for a request that was skipped MAX_SKIPPED times
 OVERDUE_CHUNK = 16
-OVERDUE_SHARE = 0.125  # but no more than this share of the prefill, beside guaranteed windows
-AHEAD = 0.95  # share of its TPOT SLO that a guaranteed request is served at
-SAVES = 1.05  # factor of a step's seconds that skipping best-effort requests must save
+OVERDUE_SHARE = 0.125  # if windows are guaranteed, at most this share of the step's prefill
+AHEAD = 0.95  # guaranteed requests are scheduled to keep this share of their TPOT SLO
+SAVES = 1.05  # requests are skipped only if they make a step more than this many times as long
 WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be skipped in one
-# Steps of its own that count as much as the average over requests in a request's tokens per step
+# Weight of the mean over all requests in a request's tokens per step, in steps of the request
 TYPICAL = 8.0
-MAX_SKIPPED = 32  # consecutive steps in which a running request is skipped for others
+MAX_SKIPPED = 32  # maximum number of consecutive steps in which a running request is skipped
 
 # Request and time -> key by which requests are served
 Rank = Callable[[Request, float], tuple[float, ...]]
@@ -51,8 +51,8 @@ Rank = Callable[[Request, float], tuple[float, ...]]
 class BatchFormation:
     """Forms the batch of each step so that guaranteed requests keep their pace.
 
-    Requests that can wait are skipped in steps that would make others late, or delay first tokens,
-    but not in too many in a row. The rest of a step's time goes to prefill.
+    Requests that can wait are skipped in steps that would make other requests late, or delay first
+    tokens, but not in too many in a row. The rest of a step's time goes to prefill.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BatchFormation:
         prefill: PrefillName,
         windows: WindowGuarantees,
     ):
-        """Begin without any skipped request; the arguments are those of the scheduler."""
+        """Begin without any skipped request; see :class:`ContinuousScheduler` for the arguments."""
         self._prefill_chunk = prefill_chunk
         self._costs = costs
         self._windows = windows
@@ -71,8 +71,8 @@ class BatchFormation:
         self.prefill = prefill
         # Consecutive steps in which a running request was skipped
         self._num_skipped = Counter[Request]()
-        self._share = 1.0  # share of a full step's work that memory allows
-        # Seconds of a step of the running requests to which the policy can fall back
+        self._share = 1.0  # share of a full batch that memory allows
+        # Seconds of a step without drafts to which the policy can fall back; inf: it cannot
         self._plain_s = math.inf
 
     def form(
@@ -98,15 +98,15 @@ class BatchFormation:
         return Schedule([] if prefills_only else taking_part, chunks)
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a request that runs no more."""
+        """Drop the number of skipped steps of a request that no longer runs."""
         self._num_skipped.pop(request, None)
 
     def recover(self) -> None:
-        """Raise the share of work again after a step that fitted into memory."""
+        """Let batches grow again after a step that fitted into memory."""
         self._share = min(1.0, self._share * 1.05)
 
     def shrink(self, num_running: int) -> bool:
-        """Halve the work of the next steps; return False if it is already down to one request or
+        """Halve the size of the next batches; return False if it is already down to one request or
         token per step.
         """
         is_minimal = self._share * num_running <= 1.0 and self._share * self._prefill_chunk <= 1.0
@@ -125,10 +125,10 @@ class BatchFormation:
         return max(int(self._prefill_chunk * self._share), 1)
 
     def _plain_step_s(self, decoding: Sequence[Request]) -> float:
-        """Return the seconds of a plain step of guaranteed requests and of as much prefill as
-        arrives meanwhile.
+        """Return the seconds of a step without drafts of the guaranteed requests, with as much
+        prefill as arrives during it.
 
-        It is inf if steps cannot fall back to such ones.
+        It is inf if the policy cannot fall back to steps without drafts.
         """
         guaranteed = [request for request in decoding if request.is_guaranteed]
         tightest_s = min((tightest_tpot_slo_s(request) for request in guaranteed), default=math.inf)
@@ -138,7 +138,9 @@ class BatchFormation:
         return float(self._step_s(guaranteed, math.ceil(arriving)))
 
     def _steady_s(self, decoding: Sequence[Request]) -> float:
-        """Return the seconds of steps that each commit a token of every guaranteed request."""
+        """Return the maximum seconds of a step for which one token per step keeps all guaranteed
+        requests on pace.
+        """
         paces_s = (
             request.pace_s
             for request in decoding
@@ -149,11 +151,11 @@ class BatchFormation:
     def _plain_chunk(
         self, running: Sequence[Request], num_decoding: int, allowed_s: float, now_s: float
     ) -> int:
-        """Return the prefill tokens of a step to which the policy can fall back.
+        """Return the prefill tokens of a step where the policy can fall back to plain decoding.
 
-        Guaranteed prompts are prefilled as fast as plain decoding allows at a steady pace, or
-        faster, but never so fast that a window breaks, if they are due: speculation waits for them.
-        Others get what a step with drafts leaves.
+        Guaranteed prompts are prefilled as fast as steps without drafts allow while one token each
+        keeps requests on pace. If prompts are due, they are prefilled faster, but never so fast
+        that a guaranteed window is missed. Other prompts get what a step with drafts leaves.
         """
         costs = self._costs
         max_tokens = self._max_chunk
@@ -179,8 +181,8 @@ class BatchFormation:
     def _taking_part(
         self, running: Sequence[Request], decoding: list[Request], allowed_s: float, now_s: float
     ) -> list[Request]:
-        """Return the requests that decode now: requests that can wait are skipped if they would
-        make others late.
+        """Return the requests that decode now; requests that can wait are skipped if they would
+        make other requests late.
         """
         if self._share < 1.0:  # after running out of memory: the requests skipped longest first
             in_order = sorted(decoding, key=lambda request: -self._num_skipped[request])
@@ -230,7 +232,7 @@ class BatchFormation:
         for request in guaranteed:
             assert request.pace_s is not None
             elapsed_s, emitted, num_left = request.paced(now_s)
-            # Without other requests; a stage's first token takes a whole step.
+            # Minimum seconds if it decoded alone; the first token of a stage takes a whole step.
             least_s = (
                 num_left * alone_s if request.stage_due_s == math.inf else self._costs.step_s(1)
             )
@@ -241,8 +243,8 @@ class BatchFormation:
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
         """Return the seconds within which a step with the request must end to keep its pace.
 
-        A window of ten tokens that was guaranteed must leave time for the rest of it, at the
-        planned share of the SLO.
+        A guaranteed window of ten tokens must also leave time for its tokens after this step, at
+        the planned share of the SLO.
 
         Args:
             step_s: seconds of a step of all decoding requests.
@@ -260,7 +262,8 @@ class BatchFormation:
             stats.num_steps + TYPICAL
         )
         token_s = min(step_s / min(tokens_per_step, tokens) / share, request.pace_s)
-        if self._plain_s <= token_s:  # which suffices, however few drafts are accepted
+        # plain steps suffice, however few drafts are accepted
+        if self._plain_s <= token_s:
             token_s = self._plain_s
             tokens = 1.0
         elapsed_s, emitted = request.tightest_window(now_s, token_s)
@@ -278,8 +281,8 @@ class BatchFormation:
         allowed_s: float,
         now_s: float,
     ) -> list[Chunk]:
-        """Return the prefill: overdue requests, then guaranteed ones by deadline, then best effort
-        by arrival.
+        """Return the chunks to prefill: of overdue requests, then of guaranteed ones by deadline,
+        then of best-effort ones by arrival.
         """
         prefilling = [request for request in running if not request.is_decoding]
         if not prefilling:
@@ -291,7 +294,7 @@ class BatchFormation:
         if self._plain_s < math.inf and self.prefill == "beside":
             left = self._plain_chunk(running, num_decoding, allowed_s, now_s)
         else:
-            # Prompts whose first token is not due make no guaranteed window late.
+            # Prompts whose first token has no deadline must make no guaranteed window late.
             due = [
                 r
                 for r in guaranteed
@@ -303,9 +306,8 @@ class BatchFormation:
         if overdue or (guaranteed and self._plain_s == math.inf):
             left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
         max_chunk = OVERDUE_CHUNK
-        if (
-            self._plain_s < math.inf and overdue and guaranteed
-        ):  # admission has planned with nearly all of it
+        # admission counts on nearly all of the prefill, so overdue requests get little
+        if self._plain_s < math.inf and overdue and guaranteed:
             overdue = {
                 max(overdue, key=lambda request: (self._num_skipped[request], -request.index))
             }
@@ -332,8 +334,7 @@ class BatchFormation:
         """Return the requests that decode beside the chunks, and tell the policy which SLOs it must
         not delay.
 
-        Requests that can wait are skipped if a first token of the step is in time without them
-        only."""
+        Requests that can wait are skipped if only that keeps a first token of the step in time."""
         first_tokens = self._costs.first_tokens
         first = [
             chunk.request for chunk in chunks if chunk.is_last and not chunk.request.num_emitted
@@ -361,7 +362,7 @@ class BatchFormation:
         )
         if windows_s < math.inf:
             due_s = min(due_s, max(windows_s, step_s))
-        # Requests that arrive now would wait for slots, or only drafts keep others in time.
+        # Requests that arrive now would wait for slots anyway, or drafts must keep others in time.
         is_lost = has_waiting or any(
             self._needs_drafts(request, now_s, plain_s) for request in decoding
         )
@@ -369,14 +370,14 @@ class BatchFormation:
         return taking_part
 
     def _step_s(self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int) -> Seconds:
-        """Return the seconds of steps without drafts that prefill so many tokens."""
+        """Return the seconds of steps without drafts, by their numbers of prefill tokens."""
         number = len(decoding)
         num_keys = sum(len(request.tokens) for request in decoding)
         return self._costs.verify_s(number + num_prefill_tokens, max(number, 1), num_keys)
 
     def _needs_drafts(self, request: Request, now_s: float, plain_s: float) -> bool:
-        """Return whether a request keeps its pace, if that is still possible, only by steps of
-        several tokens.
+        """Return whether a request can keep its pace only if steps commit several of its tokens;
+        False if it cannot at all.
         """
         if request.pace_s is None:
             return False
@@ -386,7 +387,7 @@ class BatchFormation:
         return bool(plain_s * num_left > left_s >= alone_s)
 
     def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
-        """Return whether a decoding request may be skipped for a first token."""
+        """Return whether a decoding request may be skipped for the first token of another."""
         if self._admission in ("fcfs", "priority") or self._is_overdue(request):
             return False
         return request.stage_due_s == math.inf and self._is_ahead(request, now_s, step_s)

@@ -1,4 +1,4 @@
-"""The scheduler: guarantees, K/V slots, and chunked prefill beside the decoding requests."""
+"""The scheduler: SLO guarantees, K/V slots, preemption; ``batch_formation.py`` forms batches."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from hf_slospec.scheduler.slots import Limits as Limits
 from hf_slospec.scheduler.slots import Slots, in_order_of_preemption
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 
-STARVING = 0  # first rank in the queue
-LAST_RANK = 2  # rank of requests that may preempt no other
-MAX_PREEMPTED = 3  # times a request is preempted for others
-OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
+STARVING = 0  # first queue rank: requests that have waited for ``starvation_s``
+LAST_RANK = 2  # last queue rank: best-effort requests, which preempt no others
+MAX_PREEMPTED = 3  # preemptions after which a request is not preempted for other requests any more
+OUTPUT_WEIGHT = 0.1  # weight of the latest finished request in the average output length
 
 
 class ContinuousScheduler(Slots):
-    """Continuous batching with chunked prefill in the same forward as decoding.
+    """Scheduler for continuous batching with chunked prefill in the same forward as decoding.
 
     Admission ``slo`` guarantees the SLOs of the requests that SLOs-Serve's dynamic programme
     selects; ``edf``, ``fcfs`` and ``priority`` guarantee all SLOs and serve requests by earliest
     deadline, arrival or priority. Other requests are best effort: they use the leftover budget, and
-    are preempted if a guaranteed request needs their K/V; their tokens stay. A request that has
-    waited ``starvation_s`` goes first and is then not preempted for others.
+    are preempted if a guaranteed request needs their K/V slots; their tokens are kept. A request
+    that has waited ``starvation_s`` goes first and is then not preempted for others.
 
-    Guaranteed requests have slots at their maximum length. That is often far more than a request
-    emits, so others are admitted as if they emitted as much as requests did lately; should slots
-    run out, the last to arrive are preempted. Each time that a request is preempted it is expected
-    to emit twice as much."""
+    Guaranteed requests have K/V slots for their maximum length. That is often far more than a
+    request emits, so best-effort requests are admitted with slots for the average output of recent
+    requests; if slots run out, those that arrived last are preempted. Each time that a request is
+    preempted it is expected to emit twice as much."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class ContinuousScheduler(Slots):
         """Create an empty scheduler.
 
         Args:
-            num_reusable: that of the :class:`Target`.
+            num_reusable: ``Target.num_reusable``, the tokens of a request whose K/V can be reused.
             guarantee: probability with which guaranteed requests keep their TTFT SLOs, and their
-                TPOT SLOs over every window of ten tokens.
-            falls_back: that of the :class:`Policy`.
+                TPOT SLOs over every window of ten tokens; None: no probability is stated.
+            falls_back: ``Policy.falls_back``: the policy decodes plainly where time is short.
         """
         super().__init__(limits, costs)
         self.num_reusable = num_reusable
@@ -76,11 +76,10 @@ class ContinuousScheduler(Slots):
         self._undecided = Undecided()
         self._guaranteed_waiting: dict[Request, None] = {}
         self._waiting_since: dict[Request, float] = {}
-        self._protected: set[Request] = set()  # requests that are not preempted for others
+        self._protected: set[Request] = set()  # requests that are not preempted for other requests
         self._has_changed = False  # requests came or left since the last decision on guarantees
-        self._max_slots = (
-            limits.kv_tokens
-        )  # slots up to which requests are admitted; fewer after memory ran out
+        # slots up to which requests are admitted; fewer than ``kv_tokens`` after memory ran out
+        self._max_slots = limits.kv_tokens
         self._busy_until_s = -math.inf  # end of the latest step that decoded
 
     @classmethod
@@ -93,7 +92,7 @@ class ContinuousScheduler(Slots):
     ) -> ContinuousScheduler:
         """Return the scheduler of one ``generate`` call, whose requests all run from the beginning.
 
-        Their K/V has slots for all. See :class:`CallBatches` for ``shares_prompts``.
+        K/V slots are not limited. See :class:`CallBatches` for ``shares_prompts``.
         """
         limits = Limits(len(requests), sys.maxsize, 0, CHUNK, math.inf)
         scheduler = cls(limits, costs, guarantee=guarantee)
@@ -102,7 +101,7 @@ class ContinuousScheduler(Slots):
         return scheduler
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request. With admission ``slo``, its SLOs are not guaranteed yet."""
         may_guarantee = request.params.has_slo and not request.params.is_best_effort
         request.is_guaranteed = may_guarantee and self.admission != "slo"
         if may_guarantee and not request.is_guaranteed:
@@ -112,7 +111,7 @@ class ContinuousScheduler(Slots):
         self._count_arrival(request)
 
     def _count_arrival(self, request: Request) -> None:
-        """Count a request whose first token a step has already delayed, or could have."""
+        """Record the TTFT SLO of a new request, or inf if no step can delay its first token."""
         ttft_slo_s = request.params.ttft_slo_s
         arrived_s = request.stats.arrived_s
         if ttft_slo_s is None or request.stats.num_resumed or arrived_s > self._busy_until_s:
@@ -163,8 +162,8 @@ class ContinuousScheduler(Slots):
         self._protected.discard(request)
 
     def observe(self, step: StepEvent) -> None:
-        """Raise the share of work again after a step that fitted into memory, and learn from missed
-        windows.
+        """Let batches grow again after a step that fitted into memory, and learn from guaranteed
+        windows that it missed.
         """
         self.batches.recover()
         ended_s = step.begun_s + step.phases.total_s
@@ -173,12 +172,12 @@ class ContinuousScheduler(Slots):
         self.windows.observe(ended_s)
 
     def enter(self, now_s: float) -> list[Request]:
-        """Give guarantees and slots to waiting requests, in order; return the requests that were
-        preempted.
+        """Give guarantees and K/V slots to waiting requests, in order of rank; return the requests
+        that were preempted.
         """
         self.decide_guarantees(now_s)
-        # None is expected to emit less than it may in a step, so that slots may only lack where
-        # these do.
+        # ``_expected`` counts at least what the next step may emit, so slots can lack only if it
+        # exceeds them.
         preempted = (
             self._make_room() if self._expected(self.running) > self.limits.kv_tokens else []
         )
@@ -194,14 +193,13 @@ class ContinuousScheduler(Slots):
     # ---- guarantees
 
     def decide_guarantees(self, now_s: float) -> None:
-        """Guarantee the SLOs of undecided requests that can be met; those whose TTFT SLO is lost
-        stay best effort.
+        """Guarantee the SLOs of undecided requests that can be met. Requests that can no longer
+        keep their TTFT SLO stay best effort.
         """
         if not len(self._undecided):
             return
         is_lost = self._lost(now_s)
-        # Only the earliest of the waiting requests, which may be many, are checked, in
-        # `Undecided.earliest`.
+        # ``Undecided.earliest`` checks the waiting requests, but as few as possible of them.
         for request in [
             request for request in self.running if request in self._undecided and is_lost(request)
         ]:
@@ -212,9 +210,7 @@ class ContinuousScheduler(Slots):
             self._has_changed = self._guarantee(earliest, now_s)
 
     def _lost(self, now_s: float) -> Callable[[Request], bool]:
-        """Return a function that returns whether a request's SLOs cannot be guaranteed any more: it
-        is too late.
-        """
+        """Return a function that returns whether it is too late to guarantee a request's SLOs."""
         chunk = self.limits.prefill_chunk
         fastest = chunk / self.costs.step_s(0, chunk)  # tokens per second
 
@@ -230,7 +226,9 @@ class ContinuousScheduler(Slots):
         return is_lost
 
     def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
-        """Guarantee the SLOs of the requests that can be admitted; return whether there are any."""
+        """Guarantee the SLOs of those undecided requests for which admission control allows it;
+        return whether there are any.
+        """
         if not undecided:
             return False
         guaranteed = [
@@ -267,10 +265,11 @@ class ContinuousScheduler(Slots):
     # ---- slots
 
     def _make_room(self) -> list[Request]:
-        """Preempt requests until the slots suffice for whatever a step may emit, and return them.
+        """Preempt best-effort requests until the K/V slots suffice for all that the next step may
+        emit; return the preempted requests.
 
-        Of the lowest priority, the last to arrive go first, and those that are protected only if no
-        others are left."""
+        Requests of the least important priority that arrived last go first, and protected requests
+        only if no others are left."""
         lacking = self._after_step(self.running) - self.limits.kv_tokens
         preempted = list[Request]()
         soft = in_order_of_preemption(
@@ -286,8 +285,8 @@ class ContinuousScheduler(Slots):
         return preempted
 
     def _enter(self, now_s: float) -> list[Request]:
-        """Give slots to waiting requests, in order, and return the requests that were preempted for
-        them.
+        """Move waiting requests to ``running`` in order of rank while K/V slots suffice; return the
+        requests that were preempted for them.
         """
         preempted: list[Request] = []
         while (first := self.waiting.first(now_s)) is not None:
@@ -310,8 +309,9 @@ class ContinuousScheduler(Slots):
         return preempted
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
-        """Return the key in the queue: starving requests, guaranteed ones, the rest with those past
-        their SLO last.
+        """Return the queue rank of a request, a sort key: starving requests come first, then
+        guaranteed ones, then best-effort requests, of which those that have missed their SLO come
+        last.
         """
         waiting_since_s = self._waiting_since.get(request)
         priority = request.params.priority
@@ -334,10 +334,10 @@ class ContinuousScheduler(Slots):
         )
 
     def _victims(self, request: Request, may_preempt: bool) -> list[Request] | None:
-        """Return the requests whose preemption lets the request fit; None if that cannot be.
+        """Return the running requests to preempt so that the request fits; None if it cannot fit.
 
-        One that may preempt others does not have to leave them room for what they are expected to
-        emit."""
+        If ``may_preempt``, running requests only need room for the next step; otherwise, for all
+        the tokens that they are expected to emit."""
         needed_by = self._after_step if may_preempt else self._expected
         spare = self._spare(request.params.priority) if may_preempt else []
         # one request alone always fits
@@ -364,7 +364,9 @@ class ContinuousScheduler(Slots):
         return in_order_of_preemption(spare)
 
     def preempt(self, request: Request, now_s: float) -> None:
-        """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""
+        """Move a running request back to the queue; it keeps its tokens, and the engine drops its
+        K/V.
+        """
         self._stop_running(request)
         self._queue(request, now_s)
 
@@ -378,11 +380,11 @@ class ContinuousScheduler(Slots):
     # ---- memory
 
     def relieve(self, now_s: float) -> list[Request]:
-        """Preempt half of the requests without a guarantee, and admit none until a request has
-        finished.
+        """Preempt half of the requests that may be preempted, after memory ran out, and admit no
+        request until one has finished.
 
         Returns:
-            The preempted requests; none if only guaranteed requests are left, or a single request.
+            The preempted requests; none if at most one request or no preemptible one is running.
         """
         spare = self._spare()
         victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]
@@ -392,7 +394,7 @@ class ContinuousScheduler(Slots):
         return victims
 
     def shrink(self) -> bool:
-        """Halve the work of the next steps; return False if it is already down to one request or
+        """Halve the size of the next batches; return False if it is already down to one request or
         token per step.
         """
         return self.batches.shrink(len(self.running))

@@ -1,5 +1,5 @@
-"""Admission: requests whose SLOs can be guaranteed, by SLOs-Serve's dynamic programme on the cost
-model.
+"""Choice of the requests whose SLOs can be guaranteed, by the dynamic programme of ``admission.py``
+and the cost model.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from hf_slospec.request.slo import LEAST_SLO_S
 from hf_slospec.scheduler.admission import Candidate, Counts, admitted, prefill_rate
 from hf_slospec.scheduler.window_guarantees import MARGIN, WindowGuarantees
 
-MAX_TIERS = 3  # classes of TPOT SLOs; the number of states grows exponentially with it
-MAX_CANDIDATES = 16  # requests of one decision: those with the earliest deadlines
+MAX_TIERS = 3  # maximum tiers into which TPOT SLOs are grouped; states grow exponentially with it
+MAX_CANDIDATES = 16  # maximum requests per decision: those with the earliest deadlines
 MAX_PRIORITIES = 3  # priorities that one decision tells apart; all higher numbers count as the last
 CONTINUED = 4  # factor on the value of a request that continues a guaranteed one after a pause
-MAX_CHAIN = 8  # nodes of a chain, root included
-MAX_STEP = 1024  # tokens
-PLAIN_USE = (
-    0.7  # share of the most tokens per second that steps shortened for plain decoding must reach
-)
-FIRST_SHARE = 0.25  # share of an E2E SLO without a TTFT SLO that is planned for queue and prefill
+MAX_CHAIN = 8  # longest draft chain that is planned with, in nodes, root included
+MAX_STEP = 1024  # largest step that is planned with, in tokens
+# An SLO allows plain decoding only if steps that keep it reach this share of the maximum tokens per
+# second
+PLAIN_USE = 0.7
+# Without a TTFT SLO, this share of an E2E SLO is planned for queueing and prefill
+FIRST_SHARE = 0.25
 
 
 def tightest_tpot_slo_s(request: Request) -> float:
-    """Return the tightest SLO that decode steps have to keep: of any stage, or what an E2E SLO
-    leaves each token.
+    """Return the tightest SLO per token that decode steps have to keep: the least of all stages'
+    TPOT SLOs and the time per token that the E2E SLO leaves for decoding.
 
     Returns:
-        Seconds per token; inf without any.
+        Seconds per token; inf if the request has neither.
     """
     params = request.params
     slos_s = params.stage_slos_s
@@ -48,7 +49,7 @@ def first_token_slo_s(request: Request) -> float:
     """Return the TTFT SLO or, for an E2E SLO alone, the share of it that is planned for the first
     token; else inf.
 
-    The rest of an E2E SLO is planned for the other tokens, as many as the request may have.
+    The rest of an E2E SLO is planned for the other tokens, as many as ``max_new_tokens`` allows.
     """
     params = request.params
     if params.ttft_slo_s is not None:
@@ -61,8 +62,8 @@ def first_token_slo_s(request: Request) -> float:
 
 
 def prefill_deadline_s(request: Request) -> float:
-    """Return the engine's time at which the first token is due; inf if no SLO says so and for a
-    resumed request.
+    """Return the time on the engine's clock at which the first token is due; inf for a request
+    without TTFT and E2E SLO, and for a resumed one.
     """
     return (
         math.inf
@@ -72,8 +73,8 @@ def prefill_deadline_s(request: Request) -> float:
 
 
 def lost_s(request: Request) -> float:
-    """Return the engine's time after which a request without a token has missed an SLO; inf as for
-    the deadline.
+    """Return the time on the engine's clock after which a request without a token has missed its
+    TTFT or E2E SLO; inf for a request without either, and for a resumed one.
     """
     slo_s = (
         request.params.e2e_slo_s if request.params.ttft_slo_s is None else request.params.ttft_slo_s
@@ -84,15 +85,15 @@ def lost_s(request: Request) -> float:
 
 
 def planned_tpot_slo_s(request: Request) -> float:
-    """Return the seconds per token of a request to plan with by default, rounded so that few values
-    differ.
+    """Return the seconds per token that a request is planned with if no probability is stated,
+    rounded so that requests have few different values.
     """
     return rounded(MARGIN * tightest_tpot_slo_s(request))
 
 
 def possible_slos(costs: StepCosts, windows: WindowGuarantees) -> Callable[[float], bool]:
-    """Return a function of :func:`planned_tpot_slo_s` that returns whether a request alone can be
-    decoded in time.
+    """Return a function that takes a value of :func:`planned_tpot_slo_s`, and returns whether a
+    request that decodes alone can keep it.
     """
     return lambda planned_s: _rate_of([planned_s / MARGIN], costs, windows)((1,)) >= 0.0
 
@@ -100,14 +101,15 @@ def possible_slos(costs: StepCosts, windows: WindowGuarantees) -> Callable[[floa
 def _rate_of(
     tiers: Sequence[float], costs: StepCosts, windows: WindowGuarantees
 ) -> Callable[[Counts], float]:
-    """Return a function of the decoding requests of each tier that returns the prefill rate beside
-    them.
+    """Return a function that takes the number of decoding requests in each tier, and returns the
+    prompt tokens per second that can be prefilled beside them.
 
-    It is negative if they miss their SLOs. Where steps can fall back to plain ones, it is enough
-    that these are fast enough, however few drafts are accepted.
+    The rate is negative if these requests miss their SLOs. Where the policy can fall back to plain
+    decoding, it is enough that steps without drafts are fast enough, however few drafts are
+    accepted.
     """
     curve = costs.step_curve(MAX_STEP)
-    # rounded so that cached rates can be used
+    # rounded, so that the cache of `prefill_rate` is hit
     level_s = rounded(costs.recent.draft_s / max(costs.recent.depth, 1.0))
     acceptance = round(costs.recent.acceptance, 1)
     planned_s = _planned(tiers, windows.share)
@@ -126,8 +128,8 @@ def _rate_of(
 
 
 def can_fall_back(tpot_slo_s: float, costs: StepCosts, windows: WindowGuarantees) -> bool:
-    """Return whether steps can be so short that one token each keeps the SLO, and still use most of
-    the machine.
+    """Return whether plain decoding keeps the SLO: whether steps so short that one token each is
+    enough still reach :data:`PLAIN_USE` of the maximum tokens per second.
     """
     if not windows.falls_back:
         return False
@@ -137,8 +139,8 @@ def can_fall_back(tpot_slo_s: float, costs: StepCosts, windows: WindowGuarantees
 
 @functools.lru_cache(maxsize=4096)
 def _used(curve: LatencyCurve, limit_s: float) -> float:
-    """Return the tokens per second of the largest step within the limit, as a share of those of the
-    largest of all.
+    """Return the tokens per second of the largest step within the limit, as a share of the tokens
+    per second of a step of :data:`MAX_STEP` tokens.
     """
     sizes = np.arange(1, MAX_STEP + 1)
     seconds = curve(sizes)
@@ -153,11 +155,11 @@ def _planned(tiers: Sequence[float], share: Callable[[float], float]) -> tuple[f
 def guarantee_windows(
     requests: Sequence[Request], costs: StepCosts, windows: WindowGuarantees
 ) -> None:
-    """Guarantee TPOT SLOs of a batch over windows of ten tokens, if all can be decoded fast enough
-    together.
+    """Guarantee the TPOT SLOs of a batch over windows of ten tokens, if all of its requests
+    together can be decoded fast enough.
     """
     if all(stage.tpot_slo_s is None for request in requests for stage in request.params.stages):
-        return  # planning takes a millisecond
+        return  # saves the planning below, which takes a millisecond
     windows.output_tokens = sum(request.params.max_new_tokens for request in requests) / len(
         requests
     )
@@ -178,15 +180,15 @@ def guaranteeable(
     windows: WindowGuarantees,
     now_s: float,
 ) -> list[Request]:
-    """Return the undecided requests whose SLOs can be met in addition to those guaranteed before.
+    """Return the undecided requests whose SLOs can be met without breaking guarantees given before.
 
     Args:
         guaranteed: unfinished guaranteed requests, in prefill or decoding.
-        kv_free: slots that no guaranteed request holds.
-        kv_needed: returns the slots of a request.
+        kv_free: K/V slots that no guaranteed request holds.
+        kv_needed: returns the K/V slots that a request needs.
         num_reusable: returns the tokens of a request that need no prefill, since their K/V can be
             reused.
-        windows: returns the share of each SLO to plan with.
+        windows: provides the share of each SLO to plan with.
     """
     is_possible = possible_slos(costs, windows)
     possible = [request for request in undecided if is_possible(planned_tpot_slo_s(request))]
@@ -201,8 +203,8 @@ def guaranteeable(
         deadline_s = windows.first_share() * (prefill_deadline_s(request) - now_s)
         tokens = request.num_uncached - num_reusable(request)
         slots = kv_needed(request)
-        # The first token comes with the end of a step; the next one can be as short as that of the
-        # prompt alone.
+        # A first token comes at the end of a step, so the deadline is rounded down to whole steps,
+        # unless one step of only the prompt, shorter than those before, is in time.
         if (
             step_s > 0.0
             and math.isfinite(deadline_s)
@@ -235,7 +237,7 @@ def guaranteeable(
 
 
 def _tier_of(tiers: Sequence[float], request: Request) -> int:
-    """Return the loosest tier that is not looser than the request's SLO."""
+    """Return the index of the loosest tier that is not looser than the tightest TPOT SLO."""
     return max(int(np.searchsorted(tiers, tightest_tpot_slo_s(request), side="right")) - 1, 0)
 
 

@@ -1,4 +1,6 @@
-"""Report of an engine's load, for routers."""
+"""Load that each replica's engine reports, and the order in which a router offers a request to
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from hf_slospec.scheduler.guarantees import MAX_STEP, first_token_slo_s, tightes
 
 
 def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
-    """Return the load of an engine's scheduler between two steps, in time that does not grow with
-    the queue.
+    """Return the load of an engine, read from its scheduler between two steps; this takes no longer
+    if many requests wait.
     """
     running = scheduler.running
     waiting = scheduler.waiting
@@ -40,70 +42,74 @@ def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
 
 
 def need_of(request: Request, limits: Limits) -> Need:
-    """Return what a request needs from a replica."""
+    """Return the prefill, K/V slots and SLOs that a request needs on a replica."""
     kv_tokens = limits.kv_needed(request.params)
     return Need(
         request.prompt_len, kv_tokens, tightest_tpot_slo_s(request), first_token_slo_s(request)
     )
 
 
-# Exponent of the ratio of time to SLO; a larger one weighs requests far from missing their SLOs
-# less
+# Exponent of the ratio of expected time to SLO; the larger it is, the less requests count that are
+# far from missing their SLOs
 POWER = 4.0
-AFFINITY = 2.0  # cached K/V of a whole prompt weighs as much as so many fewer requests
-LEAST_S = 1e-6  # shorter SLOs count as this one
+# For a request without SLOs, a replica that has the whole prompt's K/V cached counts as having this
+# many fewer unfinished requests.
+AFFINITY = 2.0
+LEAST_S = 1e-6  # seconds; shorter SLOs count as this long
+# Step times of a replica that has reported none: steps take no time
 FREE = LatencyCurve((1,), (0.0,))
 
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """Load that a replica reports."""
+    """Load of one replica, as its engine reports it."""
 
-    guaranteed: tuple[
-        tuple[float, int], ...
-    ] = ()  # TPOT SLO in seconds (inf: none), unfinished requests with it
+    # TPOT SLO in seconds (inf: none) and number of unfinished guaranteed requests with it
+    guaranteed: tuple[tuple[float, int], ...] = ()
     best_effort: int = 0  # unfinished requests without a guarantee
-    prefill_tokens: int = (
-        0  # prompt tokens of all unfinished requests that are still to be prefilled
-    )
-    kv_free: int = 0  # slots of K/V that no unfinished request holds or waits for
-    step_s: LatencyCurve = FREE  # seconds of a step by its tokens, drafting excluded
-    acceptance_length: float = 1.0  # tokens committed per request and step, recently
-    nodes: float = 1.0  # verified per request and step, roots included, recently
-    draft_s: float = 0.0  # seconds of drafting in a step, recently
-    output_tokens: float = 100.0  # per request, averaged over those that finished recently
+    # prompt tokens of unfinished requests that are still to be prefilled
+    prefill_tokens: int = 0
+    kv_free: int = 0  # K/V slots that no unfinished request holds or waits for
+    step_s: LatencyCurve = FREE  # seconds of a step by its number of tokens, drafting excluded
+    acceptance_length: float = 1.0  # recent average of tokens committed per request and step
+    nodes: float = 1.0  # recent average of nodes verified per request and step, roots included
+    draft_s: float = 0.0  # recent average of seconds of drafting in a step
+    output_tokens: float = 100.0  # average output tokens of requests that finished recently
 
     @property
     def num_requests(self) -> int:
-        """Unfinished requests."""
+        """Number of unfinished requests, with and without a guarantee."""
         return sum([count for _, count in self.guaranteed], self.best_effort)
 
     @cached_property
     def weight(self) -> float:
-        """Sum over the guaranteed requests of ``1 / SLO ** POWER``."""
+        """Sum of ``1 / SLO ** POWER`` over the guaranteed requests' TPOT SLOs."""
         return sum([count * _weight(tpot_slo_s) for tpot_slo_s, count in self.guaranteed])
 
     @cached_property
     def strain(self) -> float:
-        """Sum over the guaranteed requests of ``(TPOT / SLO) ** POWER``."""
+        """Sum of ``(expected TPOT / SLO) ** POWER`` over the guaranteed requests."""
         return float(self.weight * self.tpot_s**POWER)
 
     @property
     def tpot_s(self) -> float:
         """Expected seconds per output token.
 
-        This is the time of a step divided by the tokens it commits for a request, plus the time of
-        all pending prefill, which every request waits for, divided by the tokens of an output.
+        It is the time of a step divided by the tokens that the step commits for a request, plus the
+        time of all pending prefill, which every request waits for, divided by the tokens of an
+        output.
         """
         return self._decoding_s(self.num_requests) + self.prefill_s() / self.output_tokens
 
     @cached_property
     def next_decoding_s(self) -> float:
-        """Seconds per output token with one more request, prefill not counted."""
+        """Expected seconds per output token with one more request, without the time of prefill."""
         return self._decoding_s(self.num_requests + 1)
 
     def prefill_s(self, more_tokens: int = 0) -> float:
-        """Return the seconds of all pending prefill and of ``more_tokens``."""
+        """Return the expected seconds of all pending prefill and of ``more_tokens`` further prompt
+        tokens.
+        """
         num_tokens = self.prefill_tokens + more_tokens
         return self.step_s(num_tokens) if num_tokens > 0 else 0.0
 
@@ -112,7 +118,7 @@ class ReplicaLoad:
         return step_s / self.acceptance_length
 
     def with_request(self, need: Need, is_guaranteed: bool) -> ReplicaLoad:
-        """Return the load with one more request, which was sent after the replica's report."""
+        """Return the load with one more request, which was sent to the replica after its report."""
         counts = dict(self.guaranteed)
         if is_guaranteed:
             counts[need.tpot_slo_s] = counts.get(need.tpot_slo_s, 0) + 1
@@ -127,10 +133,10 @@ class ReplicaLoad:
 
 @dataclass(frozen=True)
 class Need:
-    """Needs of a request: prefill, slots of K/V, and SLOs."""
+    """Prefill tokens, K/V slots and SLOs that one request needs on a replica."""
 
     prompt_tokens: int
-    kv_tokens: int  # slots of K/V at its maximum length
+    kv_tokens: int  # K/V slots at its maximum length, with the largest draft tree
     tpot_slo_s: float = math.inf
     ttft_slo_s: float = math.inf
 
@@ -141,7 +147,7 @@ class Need:
 
 
 def ranked(loads: Sequence[ReplicaLoad], need: Need, num_reusable: Sequence[int] = ()) -> list[int]:
-    """Return the replicas in the order in which a request is offered to them.
+    """Return the indices of the replicas in the order in which a request is offered to them.
 
     Replicas with free slots for its K/V come first, ordered by how little the request raises the
     sum of ``(expected time / SLO) ** POWER`` over all their requests, itself included. This
@@ -153,7 +159,8 @@ def ranked(loads: Sequence[ReplicaLoad], need: Need, num_reusable: Sequence[int]
 
     Args:
         loads: one per replica, at least one.
-        num_reusable: prompt tokens whose K/V each replica has; none if omitted.
+        num_reusable: number of the prompt's tokens whose K/V each replica has cached; none if
+            omitted.
     """
     num_cached = num_reusable or [0] * len(loads)
     if not need.has_slo:
@@ -187,7 +194,7 @@ def ranked(loads: Sequence[ReplicaLoad], need: Need, num_reusable: Sequence[int]
 
 
 def utilisation(load: ReplicaLoad) -> float:
-    """Return the expected TPOT as a share of the tightest guaranteed SLO; above 1, that SLO is
+    """Return the expected TPOT as a share of the tightest guaranteed TPOT SLO; above 1, that SLO is
     missed.
     """
     tightest_s = min((tpot_slo_s for tpot_slo_s, _ in load.guaranteed), default=math.inf)

@@ -1,4 +1,6 @@
-"""Prefill tokens of a step, and the batches of a call that prefills all of its prompts first."""
+"""Number of tokens that a step prefills, and the batches of a ``generate`` call, which prefills all
+of its prompts first.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from hf_slospec.scheduler.guarantees import guarantee_windows, prefill_deadline_
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 from hf_slospec.tree.tree import FloatArray
 
-SLOWDOWN = 5.0  # without a deadline: multiple of the prompt's time alone (SLOs-Serve's loose SLO)
-# Multiple of a step without prefill that a step with prefill may take while no request is late
+# A prompt without a deadline is due after this multiple of the seconds that its prefill takes alone
+# (SLOs-Serve's loose SLO)
+SLOWDOWN = 5.0
+# While no request is late, a step with prefill may take this many times as long as one without
 STALL = 3.0
 
 
@@ -30,15 +34,17 @@ def prefill_budget(
     allowed_s: float,
     now_s: float,
 ) -> int:
-    """Return the prefill tokens of the next step.
+    """Return the maximum number of tokens that the next step prefills.
 
-    The rule ``beside`` takes as many as make no request late, or as many as guaranteed prompts need
-    to be prefilled in time if that is more, even if decoding requests become late: holding prompts
-    back only postpones the same work.
+    With the rule ``beside``, it is as many as make no request late or, if that is more, as many as
+    are needed to prefill guaranteed prompts in time, even if decoding requests become late: holding
+    prompts back only postpones the same work. With ``first`` it is ``max_tokens``, with ``chunked``
+    what the tokens of the decoding requests leave of ``max_tokens``.
 
     Args:
         guaranteed: guaranteed requests in prefill, in the order in which they are prefilled.
-        max_tokens: maximum prefill tokens of a step; with the rule ``chunked``, decoded ones count.
+        max_tokens: maximum prefill tokens of a step; with the rule ``chunked``, maximum of prefill
+            and verified tokens together.
         allowed_s: seconds that the step may take so that no decoding request falls behind.
     """
     if not num_decoding or rule == "first":
@@ -54,8 +60,8 @@ def prefill_budget(
 def spare_budget(
     costs: StepCosts, num_decoding: int, max_tokens: int, allowed_s: float
 ) -> tuple[FloatArray, int]:
-    """Return the seconds of steps with 1, 2, ... prefill tokens, [max_tokens] f64, and how many of
-    these make no request late.
+    """Return the seconds of steps with 1, 2, ... prefill tokens, [max_tokens] f64, and the largest
+    number of prefill tokens with which no request becomes late.
     """
     sizes = np.arange(1, max_tokens + 1)
     times_s = np.maximum.accumulate(costs.step_s(num_decoding, sizes))
@@ -63,23 +69,27 @@ def spare_budget(
 
 
 def within(times_s: FloatArray, limit_s: float) -> int:
-    """Return the largest number of tokens whose step ends within the limit."""
+    """Return the largest number of tokens whose step ends within the limit; ``times_s`` holds the
+    seconds of steps with 1, 2, ... tokens.
+    """
     return int(np.searchsorted(times_s, limit_s, side="right"))
 
 
 def fast_enough(times_s: FloatArray, rate: float) -> int:
-    """Return the smallest number of tokens that are prefilled at this rate; all if none is."""
+    """Return the smallest number of tokens per step that are prefilled at ``rate`` tokens per
+    second or faster; all if no number is.
+    """
     is_enough = np.arange(1, len(times_s) + 1) / times_s >= rate
     return int(np.argmax(is_enough)) + 1 if is_enough.any() else len(times_s)
 
 
 def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float) -> float:
-    """Return the prefill tokens per second at which each prompt, in this order, is prefilled in
-    time; 0 without any.
+    """Return the prefill tokens per second with which each prompt, processed in this order, is
+    prefilled in time; 0 if there are no requests.
 
-    Prompts without a TTFT or E2E SLO are due after :data:`SLOWDOWN` times their time alone, counted
-    from arrival, or from now if the request was preempted, then no later than the first token of
-    its stage."""
+    A prompt without a TTFT or E2E SLO is due :data:`SLOWDOWN` times the seconds of its prefill
+    alone after its arrival. A preempted request counts from now, and is due no later than the first
+    token of its stage."""
     rate = 0.0
     num_tokens = 0
     for request in guaranteed:
@@ -99,13 +109,16 @@ def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     return request.stats.arrived_s + SLOWDOWN * alone_s
 
 
-CHUNK = 512  # maximum prefill tokens per request and step of a call; masks grow with its square
-MIN_SHARED = 32  # tokens of a prompt; prefilling fewer for every request is faster than a step more
+# Maximum prefill tokens per request and step of a ``generate`` call; masks grow with its square
+CHUNK = 512
+# Equal prompts of up to this many tokens are prefilled for every request, which is faster than one
+# more step
+MIN_SHARED = 32
 
 
 class CallBatches:
-    """Forms the batches of one ``generate`` call: first all prompts, then all requests in every
-    step.
+    """Forms the batches of one ``generate`` call: first all prompts are prefilled, then all
+    requests decode in every step.
     """
 
     prefill: PrefillName = "first"
@@ -117,11 +130,11 @@ class CallBatches:
         windows: WindowGuarantees,
         shares_prompts: bool,
     ):
-        """Begin with all prompts to prefill.
+        """Begin with no prompt prefilled.
 
         Args:
-            shares_prompts: the target gives requests the K/V of others with the same prompt: of
-                equal prompts, the first is prefilled up to its last token before the others begin.
+            shares_prompts: the target reuses the K/V of equal prompts: of the requests with equal
+                prompts, the first is prefilled up to its last token before the others begin.
         """
         self._costs = costs
         self._windows = windows
@@ -132,11 +145,13 @@ class CallBatches:
     def form(
         self, running: Sequence[Request], rank: object, has_waiting: bool, now_s: float
     ) -> Schedule:
-        """Return chunks of all unfinished prompts, or all requests once there are none."""
+        """Return chunks of all prompts that are not prefilled yet or, once there are none, all
+        requests to decode.
+        """
         chunks = list[Chunk]()
         for request in running:
             first = self._first_of.get(request)
-            # K/V is being computed that the request can use.
+            # Another request with the same prompt still computes the K/V that this one will reuse.
             waits = first is not None and not first.is_finished and first.num_uncached > 1
             if not (request.is_decoding or waits):
                 is_shared = request in self._firsts
@@ -150,18 +165,22 @@ class CallBatches:
         return Schedule(running)
 
     def forget(self, request: Request) -> None:
-        """Keep everything: no request comes again."""
+        """Do nothing: a request of a call does not run again after it has ended."""
 
     def recover(self) -> None:
-        """Do nothing, as nothing shrinks."""
+        """Do nothing, as :meth:`shrink` never makes batches smaller."""
 
     def shrink(self, num_running: int) -> bool:
-        """Refuse to do less: the call fails where memory does not suffice for its requests."""
+        """Return False, since batches of a call never get smaller: it fails if memory does not
+        suffice.
+        """
         return False
 
 
 def _first_of_equal(requests: Sequence[Request]) -> dict[Request, Request]:
-    """Return the first request with the same prompt, for each but the first."""
+    """Return, for each request whose prompt an earlier request has, too, the first request with
+    that prompt.
+    """
     firsts: dict[tuple[int, ...], Request] = {}
     return {
         request: first

@@ -1,4 +1,4 @@
-"""Queues of waiting requests; a scheduling decision reads only their first entries."""
+"""Queues of waiting requests; a scheduling decision reads only the requests at their front."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from hf_slospec.scheduler.guarantees import (
     tightest_tpot_slo_s,
 )
 
-SLACK = 16  # a heap may hold this many removed entries, and one more per request
+SLACK = 16  # removed entries that a heap may hold until it is rebuilt, besides one per request
 
 Key = tuple[float, ...]
-Rank = Callable[[Request, float], Key]  # request, time -> key in the queue; the lowest is first
-NextChange = Callable[
-    [Request, float], float
-]  # request, time -> later time at which the rank changes; inf: never
+# request, time -> its rank, a sort key; the request with the lowest one is first
+Rank = Callable[[Request, float], Key]
+# request, time -> later time at which the rank changes next; inf: never
+NextChange = Callable[[Request, float], float]
 
 
 class RequestHeap:
-    """Requests by key; equal keys in order of insertion. Operations take logarithmic time,
-    amortised.
+    """Priority queue of requests: the lowest key comes first, and of equal keys the first inserted.
+    Operations take logarithmic time, amortised.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Key, int, Request]] = []  # key, number of the entry, request
-        self._entries: dict[
-            Request, tuple[Key, int, Request]
-        ] = {}  # other entries of the heap were removed
+        self._heap: list[tuple[Key, int, Request]] = []  # key, number of insertion, request
+        # the valid entry of each request; all other entries of ``_heap`` were removed or replaced
+        self._entries: dict[Request, tuple[Key, int, Request]] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -70,7 +69,7 @@ class RequestHeap:
 
 
 class _Size(NamedTuple):
-    """Contribution of a waiting request to the totals of its queue."""
+    """Contribution of one waiting request to the totals of its queue."""
 
     num_tokens: int
     max_len: int
@@ -78,8 +77,8 @@ class _Size(NamedTuple):
 
 
 class WaitingQueue:
-    """Waiting requests by their rank, which changes at known times. Iteration is in order of
-    insertion.
+    """Queue of waiting requests, lowest rank first. Ranks change at times that are known in
+    advance. Iteration is in order of insertion.
 
     Totals are kept up to date, so that reports of the load need not read every request.
     """
@@ -88,13 +87,12 @@ class WaitingQueue:
         self._rank = rank
         self._next_change = next_change
         self._sizes: dict[Request, _Size] = {}  # in order of insertion
-        self._ranked = RequestHeap()  # by rank
-        self._changes = RequestHeap()  # by the time at which the rank changes
-        self.num_tokens = 0  # sum over the requests; none of their tokens is cached
+        self._ranked = RequestHeap()  # requests by rank
+        self._changes = RequestHeap()  # requests by the time at which their rank changes next
+        self.num_tokens = 0  # tokens of all waiting requests, none of which is cached
         self.max_len = 0  # sum of the requests' maximum lengths in tokens
-        self.guaranteed: Counter[float] = (
-            Counter()
-        )  # guaranteed requests by their tightest TPOT SLO
+        # number of guaranteed requests by their tightest TPOT SLO in seconds
+        self.guaranteed: Counter[float] = Counter()
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -130,8 +128,8 @@ class WaitingQueue:
                 del self.guaranteed[slo_s]
 
     def first(self, now_s: float) -> tuple[Key, Request] | None:
-        """Return the lowest rank at ``now_s``, which must not decrease between calls, and its
-        request; or None.
+        """Return the lowest rank at ``now_s`` and its request; None if the queue is empty.
+        ``now_s`` must not decrease between calls.
         """
         while (change := self._changes.first()) is not None and change[0][0] <= now_s:
             request = change[1]
@@ -144,7 +142,9 @@ class WaitingQueue:
 
 
 class Undecided:
-    """Requests whose SLOs are not guaranteed yet, in one heap by deadline per TPOT SLO."""
+    """Requests whose SLOs are not guaranteed yet: one heap for each TPOT SLO, ordered by prefill
+    deadline.
+    """
 
     def __init__(self) -> None:
         self._by_slo: dict[float, RequestHeap] = {}
@@ -158,7 +158,6 @@ class Undecided:
         return request in self._keys
 
     def add(self, request: Request) -> None:
-        """Add a request."""
         self._keys[request] = prefill_deadline_s(request), next(self._numbers)
         self._put(request)
 
@@ -181,9 +180,9 @@ class Undecided:
         before them.
 
         Args:
-            number: maximum number of requests.
-            is_possible: returns whether a TPOT SLO can be met at all; requests of other SLOs are
-                skipped.
+            number: maximum number of requests to return.
+            is_possible: returns whether a planned TPOT SLO can be met at all; requests whose SLO
+                cannot are skipped.
             is_lost: returns whether a request's TTFT SLO cannot be met any more.
         """
         heaps = [heap for tpot_slo_s, heap in self._by_slo.items() if is_possible(tpot_slo_s)]

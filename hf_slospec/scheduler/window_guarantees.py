@@ -1,11 +1,12 @@
 """Guarantees of TTFT SLOs, and of TPOT SLOs over every window of ten tokens, with a stated
 probability.
 
-They are kept by planning with a share of each SLO: admission admits requests as if their SLOs were
-shorter, and prefill beside them leaves time accordingly. Windows are kept in one of two ways:
-decoding is so fast that they are rarely missed, by how step times, committed tokens and requests'
-paces varied lately (:mod:`hf_slospec.request.metrics`), or even plain decoding is fast enough.
-Shares are corrected by the guarantees that were kept and broken."""
+SLOs are kept by planning with a share of each: admission admits requests as if their SLOs were
+shorter, and prefill beside decoding requests leaves time accordingly. Windows are kept in one of
+two ways: either decoding is so fast that they are rarely missed, given how much step times,
+committed tokens and requests' paces varied lately (``planned_share`` in
+:mod:`hf_slospec.request.metrics`), or even plain decoding is fast enough. Shares are corrected by
+which guarantees were kept and which were broken."""
 
 from __future__ import annotations
 
@@ -18,20 +19,21 @@ from hf_slospec.engine.costs import RecentSteps, rounded
 from hf_slospec.request.metrics import planned_share
 from hf_slospec.request.request import Request
 
-# Share of each SLO that is planned with if no probability is stated, since the tokens per step vary
+# Share of each SLO to plan with if no probability is stated; less than 1, since the tokens per step
+# vary
 MARGIN = 0.85
-LEARNED = 0.1  # change of a share's logarithm by a broken guarantee, times the probability
-MAX_SHARE = (
-    0.9  # of a TPOT SLO; less than the steps may take, as their times are not predicted exactly
-)
-FIRST = 0.0  # key of the correction for TTFT SLOs
-# Share of a correction that is forgotten in every step without an open guarantee of its SLO
+# a broken guarantee changes a share's logarithm by this, times the stated probability
+LEARNED = 0.1
+# Maximum share of a TPOT SLO to plan with; less than steps may take, as their times are not
+# predicted exactly
+MAX_SHARE = 0.9
+FIRST = 0.0  # key of the correction for TTFT SLOs among the corrections by TPOT SLO
+# Share of a correction that is forgotten in every step while no guarantee of its SLO is open
 FADE = 0.01
-SPREAD = (
-    0.2  # first guess of the standard deviation of the logarithm of requests' mean tokens per step
-)
-SPREAD_WEIGHT = 0.05  # weight of one request in that deviation
-REVIEW = 16  # steps between two computations of the share, at most
+# Initial guess of the standard deviation, over requests, of the logarithm of mean tokens per step
+SPREAD = 0.2
+SPREAD_WEIGHT = 0.05  # weight of one request in the running average of the square of that deviation
+REVIEW = 16  # recompute the planned share at least once in this many steps
 
 
 class WindowGuarantees:
@@ -39,29 +41,33 @@ class WindowGuarantees:
 
     Shares are corrected as in adaptive conformal inference (Gibbs and Candes, arXiv 2106.00170): a
     broken guarantee lowers the share of the SLO that was missed as much as ``p / (1 - p)`` kept
-    ones raise those of all theirs together, so that in the long run a share ``p`` of all guarantees
-    is kept, however wrong the model is. A kept guarantee counts only if another request was refused
-    meanwhile; otherwise it was not the share that kept it. Corrections fade while no guarantee of
-    their SLO is open."""
+    guarantees raise it; the rise is divided among the SLOs of the request. So in the long run a
+    share ``p`` of all guarantees is kept, however wrong the model is. A kept guarantee counts only
+    if another request was refused meanwhile; otherwise it was not the share that kept it.
+    Corrections fade while no guarantee of their SLO is open."""
 
     def __init__(self, probability: float | None, recent: RecentSteps, falls_back: bool = False):
         """Begin without guarantees.
 
         Args:
-            probability: the stated one; with None, none is ever given, and shares are constant.
-            falls_back: the policy decodes plainly if a window would break otherwise.
+            probability: stated probability with which guarantees are kept; None: none are given,
+                and shares are constant.
+            falls_back: the policy decodes plainly if drafting would make a guaranteed window late.
         """
         self.probability = probability
         self.recent = recent
         self.falls_back = falls_back and probability is not None
-        self.output_tokens = 100.0  # mean per request, which the scheduler writes
-        self.refused_s = -math.inf  # time of the last refusal, which the scheduler writes
-        self._open: dict[Request, tuple[float, float]] = {}  # TPOT SLO, and time of the guarantee
-        # Added to log shares, by rounded TPOT SLO, and under FIRST of TTFT SLOs.
+        self.output_tokens = 100.0  # mean output tokens per request; set by the scheduler
+        # time at which a guarantee was last refused; set by the scheduler
+        self.refused_s = -math.inf
+        # TPOT SLO in seconds, time of the guarantee
+        self._open: dict[Request, tuple[float, float]] = {}
+        # Corrections, which are added to the logarithm of a share: by rounded TPOT SLO, and under
+        # FIRST for TTFT SLOs.
         self._corrections: defaultdict[float, float] = defaultdict(float)
         self._spread_variance = SPREAD**2
-        self._planned = MARGIN  # share by the model
-        self._review_at = 0  # number of steps at which it is computed again
+        self._planned = MARGIN  # share of TPOT SLOs to plan with, before correction
+        self._review_at = 0  # value of ``recent.num_steps`` at which ``_planned`` is computed again
 
     def share(self, tpot_slo_s: float) -> float:
         """Return the share of a TPOT SLO to plan with."""
@@ -82,19 +88,19 @@ class WindowGuarantees:
         return MAX_SHARE * math.exp(min(self._corrections[rounded(tpot_slo_s)], 0.0))
 
     def first_share(self) -> float:
-        """Return the share of the time until a first token is due to plan with."""
+        """Return the share to plan with of the time that is left until a first token is due."""
         return MARGIN * math.exp(min(self._corrections[FIRST], 0.0))
 
     def is_too_late(self, request: Request) -> bool:
-        """Return whether a probability is stated and windows of the request have begun without a
-        guarantee.
+        """Return whether the request can get no guarantee any more, as some of its windows began
+        without one; False if no probability is stated.
         """
         stats = request.stats
         return self.probability is not None and (len(stats.commits) > 1 or stats.has_missed_window)
 
     def give(self, request: Request, tpot_slo_s: float, now_s: float) -> None:
-        """Guarantee the SLOs of a request, its TPOT SLO planned as ``tpot_slo_s``, if a probability
-        is stated.
+        """Guarantee the SLOs of a request if a probability is stated; ``tpot_slo_s`` is the
+        tightest SLO to plan its decoding with.
         """
         if self.probability is None:
             return
@@ -122,15 +128,15 @@ class WindowGuarantees:
             self._corrections[key] *= 1.0 - FADE
 
     def end(self, request: Request) -> None:
-        """Learn from a request that has left the engine."""
+        """Learn from the guarantee and the tokens per step of a request that left the engine."""
         tpot_slo_s, since_s = self._open.pop(request, (math.inf, math.inf))
         if self.probability is None or request.finish_reason not in ("stop", "length"):
             return
         if since_s <= self.refused_s:
             keys = _keys(request, tpot_slo_s)
             for key in keys:
-                # Shares rise no further than they apply, so that later broken guarantees lower them
-                # at once.
+                # A correction rises only until its share reaches the maximum, so that later broken
+                # guarantees lower the share at once.
                 max_correction = (
                     0.0 if key == FIRST else max(math.log(MAX_SHARE / self._planned), 0.0)
                 )
