@@ -13,7 +13,15 @@ from tests.support.paths import ROOT
 CORE = "tree request engine policies scheduler drafters generate batcher model".split()
 FOLDERS = ("cpu", "cuda", "families", "heads", "server", "replicas", "lab")
 # Files of the core's tests that take seconds.
-FAST = ("tree", "request", "engine", "policies", "scheduler", "generate/test_enable.py", "batcher/test_submit.py")
+FAST = (
+    "tree",
+    "request",
+    "engine",
+    "policies",
+    "scheduler",
+    "generate/test_enable.py",
+    "batcher/test_submit.py",
+)
 
 
 def run_without(folders, tests):
