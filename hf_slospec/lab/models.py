@@ -88,7 +88,7 @@ class SimulatedTarget(Target):
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
-        """Advance the clock by a forward of trees and prefill chunks; return a chooser per request."""
+        """Advance the clock by a forward of trees and chunks; return one chooser per request."""
         num_nodes = sum(tree.num_nodes for tree in trees)
         num_prefill_tokens = sum(r.num_uncached - 1 for r in requests) + sum(
             chunk.num_tokens for chunk in chunks
