@@ -41,9 +41,8 @@ ISA_VARIABLES = (
     "MKL_ENABLE_INSTRUCTIONS",
 )
 
-GenerateCall = Callable[
-    [dict[str, Any]], Any
-]  # encoded prompts -> sequences, or an output that has them
+# Encoded prompts -> sequences, or an output that has them
+GenerateCall = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Method:
     name: str
     batch: int
     run: GenerateCall
-    # Entered before timing
+    # Makes a context manager that is entered before the timing
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
@@ -72,8 +71,8 @@ class Bench:
         new_tokens: new tokens of every row.
         sampling: options of every ``generate`` call, such as ``do_sample`` and ``temperature``;
             None: greedy.
-        draft: the model of assisted generation, which is left out without one.
-        method: the draft method of hf_slospec; None: by the draft.
+        draft: the draft model; None: assisted generation is not timed.
+        method: draft method of hf_slospec; None: it drafts with ``draft``.
     """
 
     def __init__(

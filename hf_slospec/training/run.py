@@ -36,11 +36,7 @@ from hf_slospec.training.texts import (
 from hf_slospec.training.unrolling import STRIDE, loss_of, tokens_per_step
 
 # Coefficients of powers 1, 3 and 5 in the Newton-Schulz iteration that orthogonalizes a matrix
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 EPS = 1e-7
 

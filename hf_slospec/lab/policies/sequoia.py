@@ -199,10 +199,7 @@ MAX_NODES = 64  # per tree
 RESOLVE = 32  # steps after which trees are solved for again, with the latest acceptance rates
 # Initial acceptance rate of the first child, and of each further child given that its earlier
 # siblings were rejected
-PRIOR = (
-    0.6,
-    0.45,
-)
+PRIOR = (0.6, 0.45)
 PRIOR_WEIGHT = 20.0  # weight of the prior per rank, in tried children
 MEMORY = 400.0  # maximum total weight per rank, in tried children; beyond it, old steps fade
 
