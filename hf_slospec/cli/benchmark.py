@@ -160,10 +160,10 @@ class Bench:
         return run
 
     def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
-        """Return ``generate`` of an SLOSpecGenerator with this config, and another draft method if
-        one is given.
+        """Return a call of ``SLOSpecGenerator.generate`` with this config and draft method; None:
+        the benchmark's draft method.
 
-        Forwards are compiled first: a compiler that ran beside the methods would slow them all.
+        Forwards are compiled first, as a compiler in the background would slow all methods.
         """
         config = config or SLOSpecConfig()
         if config.compile:
@@ -203,7 +203,7 @@ def encoded(
 def summarize(
     samples: dict[tuple[str, int], list[Sample]], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Return figures per method and batch size.
+    """Return speed-up, speed, acceptance length and equality per method and batch size.
 
     Speed-ups over stock ``generate`` are medians of the ratios within a repeat.
     """

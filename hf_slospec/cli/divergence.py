@@ -29,12 +29,12 @@ from hf_slospec.generate.stock import StockCall, stock_generate
 from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, cache_option, input_device
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-BATCHES = (2, 8)  # equal rows of the batched forwards
+BATCHES = (2, 8)  # copies of a row in the batched forwards
 # Tokens per forward on a K/V cache: 1 as in plain decoding, more as for draft trees
 PIECES = (1, 3, 8, 24)
-# Tokens whose noise is measured. Held-out forwards of the embedded pair in bf16 moved the margin of
-# the best two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171
-# positions (margins below 1).
+# Number of best tokens among which the noise of margins is measured. Held-out forwards of the
+# embedded pair in bf16 moved the margin of the best two by more than the noise among 2 / 4 / 8 / 16
+# / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
 GUARANTEES = {  # by SLOSpecConfig.exact
     None: "guaranteed: none in fp32, near-ties in other dtypes",

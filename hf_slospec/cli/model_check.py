@@ -33,7 +33,7 @@ Compare = Callable[[int, dict[str, Any]], "list[Difference]"]
 
 
 class Difference(NamedTuple):
-    """The first new token of one output that differs from stock's."""
+    """The first new token of one output that differs from stock ``generate``'s output."""
 
     is_near_tie: bool | None  # None: not examined
     text: str

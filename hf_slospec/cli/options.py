@@ -20,7 +20,7 @@ from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validati
 from hf_slospec.extras import need
 from hf_slospec.server.model_options import ModelOptions
 
-FLAGS = {  # options whose names differ from their fields
+FLAGS = {  # field -> option, where the names differ
     "model_name": "--served-model-name",
     "api_keys": "--api-key",
     "allowed_origins": "--allowed-origin",

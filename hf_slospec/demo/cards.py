@@ -13,7 +13,7 @@ from hf_slospec.demo.generator import TextPiece
 from hf_slospec.demo.sessions import Scene
 from hf_slospec.demo.stream import View, shares
 
-MAX_CHARS = 1200  # characters that are shown of the end of an answer
+MAX_CHARS = 1200  # a card shows so many characters, from the end of the answer
 NUM_PATTERNS = 5  # patterns of segments in the budget bar, see style.css
 STATES = {
     "waiting": "reading the prompt",

@@ -62,7 +62,7 @@ class Options:
 
 
 def serve(options: Options, report: Callable[[str], None] = print) -> None:
-    """Serve until interrupted.
+    """Serve the page of the demo until interrupted.
 
     Args:
         report: called with messages about the progress.

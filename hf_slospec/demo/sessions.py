@@ -51,7 +51,7 @@ class DemoSessions:
         self.clock = clock
         self._simulated: list[Stream | None] = [None] * MAX_SIMULATED
         self._visitors: dict[str, Stream] = {}
-        self._numbers: dict[str, int] = {}  # by visitor, in order of arrival
+        self._numbers: dict[str, int] = {}  # by visitor: number in the order of arrival
         self._refreshed_s: dict[str, float] = {}  # by visitor: time of the last refresh
         self._counts = (0, 0)  # of removed streams; see Scene.counts
         self._versions = itertools.count(1)

@@ -91,6 +91,11 @@ def compare(
     """Simulate every system under every load.
 
     Args:
+        systems: names, or names with settings, as for :func:`~hf_slospec.lab.systems.config_of`.
+        loads: the loads.
+        hardware: latencies of the models.
+        replicas: number of engines that share a load.
+        seed: seed of router and drafters.
         router: one of :data:`~hf_slospec.lab.systems.ROUTERS`, for several replicas.
 
     Returns:

@@ -212,7 +212,7 @@ def power_of_two(seed: int) -> Router:
 
 
 OURS = "guarantees"
-ROUTERS: dict[str, Callable[[int], Router]] = {  # functions of a seed
+ROUTERS: dict[str, Callable[[int], Router]] = {  # name -> function from a seed to a router
     OURS: lambda seed: by_guarantees,
     "shortest-queue": lambda seed: by_shortest_queue,
     "power-of-two": power_of_two,

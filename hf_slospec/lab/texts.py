@@ -137,7 +137,7 @@ def _at_distance(probs: FloatArray, change: FloatArray, distance: float) -> Floa
     Args:
         probs: [length, num_tokens] f64.
         change: [length, num_tokens] f64.
-        distance: mean over positions.
+        distance: mean total variation distance over all positions.
     """
     low = 0.0
     high = MAX_SCALE

@@ -33,7 +33,7 @@ class Job:
     # Output tokens before the answer; ``tpot_slo_s`` applies to the answer only
     think_tokens: int = 0
     think_tpot_slo_s: float | None = None
-    answer_ttft_slo_s: float | None = None  # seconds from the marker to the answer's first token
+    answer_ttft_slo_s: float | None = None  # seconds from the end of thinking to the next token
 
     @property
     def max_output_tokens(self) -> int:

@@ -249,7 +249,7 @@ class Placement:
         return positions.flatten()
 
     def _exclude(self, name: str, module: str, parameter: torch.Tensor) -> None:
-        """Give the additional ids very low logits, by the first additional hidden channel."""
+        """Set weights of the first additional channel that give additional ids very low logits."""
         channel = self.old.hidden_size
         if module in ("embed_tokens", "lm_head"):
             parameter[: self.old.vocab_size, channel] = DELTA if module == "embed_tokens" else 0.0

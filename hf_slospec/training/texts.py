@@ -22,7 +22,7 @@ TURN = 96  # maximum tokens of a user's turn that the target writes
 MIN_NEW = 4
 MIN_LEN = 24
 WINDOW = 16  # the texts of so many batches are sorted by length, then split into batches
-MAX_EMPTY = 16  # batches in a row without a text to train on
+MAX_EMPTY = 16  # consecutive batches without a usable text after which collect() fails
 # Characters: turns shorter than MIN_EXCLUDED exclude nothing, of longer turns the first COMPARED
 # characters are searched for
 MIN_EXCLUDED = 24
@@ -110,10 +110,10 @@ def collect(
         path: file with a line per batch; an incomplete last line is written anew.
         source: prompts of the missing texts.
         write: lets the target continue prompts.
-        is_wanted: returns whether to train on these tokens.
+        is_wanted: takes the tokens of a text; returns whether to train on it.
         options: number and length of texts, and the seed.
         is_late: returns whether to stop.
-        show: called with the number of training texts.
+        show: called with the number of training texts so far.
 
     Returns:
         Held-out texts and training texts; None if ``is_late`` stopped the writing.

@@ -4,9 +4,9 @@ that follow from it.
 Heads that draft token by token are trained as in EAGLE-3's training-time test. An entry is the
 head's input for one text position at one draft level: a token of the text, and the hidden state
 that the head returned for this position at the level above. It attends to the first level's entries
-up to this position, and to the deeper entries of the same position. DSpark heads draft blocks. A
-block begins at a token of the text and predicts the tokens after it, each given the text's token
-before it.
+up to this position, and to entries of the same position at the levels between. DSpark heads draft
+blocks. A block begins at a token of the text and predicts the tokens after it, each given the
+text's token before it.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ class AdaSpecPolicy(NamedPolicy):
     Drafting stops before a level that is predicted to lower goodput, and after one that has lowered
     it, which is still verified. The SLO-aware estimator refuses lengths whose step would take
     longer than the tightest TPOT SLO; the released code has this test commented out. The confidence
-    prior verifier drops the least probable tokens down to the next smaller size of a captured
-    forward unless this lowers goodput. [FIX] it drops the tokens of lowest path probability; the
-    released code compares the last drafted tokens of chains even after these were dropped.
+    prior verifier drops the least probable tokens down to the next smaller number of tokens that
+    has a CUDA graph, unless this lowers goodput. [FIX] it drops the tokens of lowest path
+    probability; the released code compares the last drafted tokens of chains even after these were
+    dropped.
 
     As printed, there are no exploratory drafts: once the first level does not pay, it is tried
     again only when the batch or the costs have changed.

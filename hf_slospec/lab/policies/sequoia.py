@@ -72,7 +72,7 @@ class StaticTree:
         """Return a mask of the nodes of candidate trees that this shape contains.  -> [num_nodes]
         bool
 
-        Siblings are ranked by path probability, equal ones by node. Nodes of the shape may have no
+        Siblings are ranked by path probability, ties by node index. Nodes of the shape may have no
         candidate."""
         inner = np.flatnonzero(forest.depths > 0)
         inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
@@ -195,7 +195,7 @@ def trees_within(
     return forest.subtrees(shape.within(forest))
 
 
-MAX_NODES = 64  # per tree
+MAX_NODES = 64  # maximum nodes per tree, root included
 RESOLVE = 32  # steps after which trees are solved for again, with the latest acceptance rates
 # Initial acceptance rate of the first child, and of each further child given that its earlier
 # siblings were rejected

@@ -55,8 +55,8 @@ class SLOsServePolicy(SmartSpecPolicy):
         return lengths
 
     def _slo_lengths(self, batch: Batch, max_len: int) -> IntArray | None:
-        """Return the nodes to verify of each request, root included, to meet the TPOT SLOs; None if
-        none can be met.
+        """Return the nodes to verify per request, root included, such that the TPOT SLOs are met;
+        None if there are none, or if even the loosest one cannot be met.
 
         Args:
             batch: the requests.
@@ -115,7 +115,7 @@ class SLOsServePolicy(SmartSpecPolicy):
         Args:
             batch: the requests.
             solution: lengths of the tiers.
-            counts: [tiers] int64, requests.
+            counts: [tiers] int64, requests per tier.
             is_free: [tiers] bool, the tier has no TPOT SLO.
         """
         num_free = int(counts[is_free].sum())

@@ -150,7 +150,7 @@ class HeadsPolicy(NamedPolicy):
 
 
 # Constants of the released code.
-RESET = 100  # new requests in too large batches after which all batch sizes are tried again
+RESET = 100  # after so many new requests in too large batches, all batch sizes are tried again
 PROPOSED = 8  # tokens proposed per request if drafting costs nothing
 # With prompt lookup: after TRIES consecutive steps that verify no proposal, nothing is proposed for
 # PAUSE steps

@@ -92,8 +92,8 @@ class StopRule:
 
     The kept nodes are the best ones, at most N in all and S of each tree, as :func:`grown_nodes`
     keeps them. A tree without a kept node in its last level is finished. Children of pruned nodes
-    are never kept, as they are no better than these. The limit on children of a node is not
-    applied, so a tree may be drafted on for a node beyond it."""
+    are never kept, as they are no better than these. The limit on children per node is not
+    applied, so a tree may be drafted further for a node that :func:`grown_nodes` will drop."""
 
     def __init__(self, num_trees: int, budget: int, max_nodes: int):
         """Start with roots only; ``budget`` N and ``max_nodes`` S count roots."""
@@ -273,8 +273,9 @@ class ThesisPolicy(NamedPolicy):
 class ThesisSLOPolicy(AdaServePolicy):
     """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
 
-    As one of n requests may get all of the budget N but the others' roots, candidate trees must
-    have S >= N - n + 1 nodes. So N is at most n + ``max_depth`` * ``max_width``.
+    One of n requests may get the whole budget N except for the roots of all other requests, so
+    candidate trees must have S >= N - n + 1 nodes. Therefore N is limited to n + ``max_depth`` *
+    ``max_width``.
     """
 
     name = "thesis-slo"
