@@ -23,9 +23,9 @@ class OptimalPolicy(AdaServePolicy):
     budget hold the optimal trees. What this costs in drafting is not considered, so the policy
     shows what better selection can gain, not what should be run.
 
-    A request that requires more than its candidate tree holds requires the whole tree. Where the
-    budget does not suffice for all (INVALID), Algorithm 2 selects, with the default settings of
-    ``adaserve``."""
+    If a request requires more expected tokens than its candidate tree has, the whole tree is
+    selected. If the budget does not suffice for all requests (the paper's INVALID), AdaServe's
+    Algorithm 2 selects the nodes, with the default settings of ``adaserve``."""
 
     name = "optimal"
     options = PolicyOptions

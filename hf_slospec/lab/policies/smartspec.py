@@ -53,7 +53,7 @@ class Batch:
     keys: IntArray  # [num_requests] int64, cached tokens
     # [num_requests] int64, maximum useful chain lengths; a chain of k tokens commits up to k + 1
     useful: IntArray
-    # K/V slots besides the cached tokens of all decoding requests, also those that skip the step
+    # K/V slots minus cached tokens of all decoding requests, including those that skip the step
     slots_left: float
 
     @property

@@ -58,7 +58,7 @@ class ConfidencePolicy(SmartSpecPolicy):
     drafting is never turned off.
 
     Requests that have stopped leave the draft's batch in the simulator and on a CPU. Other devices
-    draft on for all requests until the last one stops, and what they drafted in vain is dropped.
+    draft for all requests until the last one stops, and drop the tokens drafted after a stop.
     """
 
     name = "smartspec-confidence"
@@ -164,8 +164,8 @@ class TurboSpecPolicy(SmartSpecPolicy):
     With a draft model, a step whose best length is 0 sets a limit: new requests in a larger batch
     are never drafted for. After ``RESET`` such requests all batch sizes are tried again. [FIX] the
     printed condition on the method is inverted: it is the draft model that has prompts to prefill.
-    [FIX] the limit is also lifted by a step that drafts though its batch is as large; as printed, a
-    single request whose drafts fail once sets a limit of 1.
+    [FIX] the limit is also lifted by a step that drafts with a batch of at least this size; as
+    printed, a single request whose drafts fail once sets a limit of 1.
 
     With prompt lookup, drafting is free and proposals differ in length, down to none. So as many
     tokens as possible are proposed, and goodput decides how many of them are verified.

@@ -238,9 +238,9 @@ class ThesisPolicy(NamedPolicy):
     """Policy that maximises expected tokens under a node budget for all trees (N) and one per tree
     (S), by Algorithm 1.
 
-    A tree is drafted on while its last level holds one of the best N nodes so far, of which at most
-    S are of one tree: no child is better than its parent. Drafters that do not draft level by level
-    draft the whole planned depth.
+    Another level of a tree is drafted as long as its last level holds one of the N best nodes so
+    far, counting at most S nodes per tree; this loses nothing, as no child is better than its
+    parent. Drafters that do not draft level by level draft the planned depth.
     """
 
     name = "thesis"
