@@ -41,9 +41,8 @@ ISA_VARIABLES = (
     "MKL_ENABLE_INSTRUCTIONS",
 )
 
-GenerateCall = Callable[
-    [dict[str, Any]], Any
-]  # encoded prompts -> sequences, or an output that has them
+# Encoded prompts -> sequences, or an output that has them
+GenerateCall = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Method:
     name: str
     batch: int
     run: GenerateCall
-    # Entered before timing
+    # Makes a context manager that is entered before the timing
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
@@ -72,8 +71,8 @@ class Bench:
         new_tokens: new tokens of every row.
         sampling: options of every ``generate`` call, such as ``do_sample`` and ``temperature``;
             None: greedy.
-        draft: the model of assisted generation, which is left out without one.
-        method: the draft method of hf_slospec; None: by the draft.
+        draft: the draft model; None: assisted generation is not timed.
+        method: draft method of hf_slospec; None: it drafts with ``draft``.
     """
 
     def __init__(
@@ -161,10 +160,10 @@ class Bench:
         return run
 
     def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
-        """Return ``generate`` of an SLOSpecGenerator with this config, and another draft method if
-        one is given.
+        """Return a call of ``SLOSpecGenerator.generate`` with this config and draft method; None:
+        the benchmark's draft method.
 
-        Forwards are compiled first: a compiler that ran beside the methods would slow them all.
+        Forwards are compiled first, as a compiler in the background would slow all methods.
         """
         config = config or SLOSpecConfig()
         if config.compile:
@@ -204,7 +203,7 @@ def encoded(
 def summarize(
     samples: dict[tuple[str, int], list[Sample]], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Return figures per method and batch size.
+    """Return speed-up, speed, acceptance length and equality per method and batch size.
 
     Speed-ups over stock ``generate`` are medians of the ratios within a repeat.
     """

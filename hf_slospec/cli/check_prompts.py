@@ -41,8 +41,8 @@ BUILT_IN = (*SHORT, "\n\n".join(SHORT * 2))
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """Return the prompts of a file: one per line, or a list in a ``.json`` file; None: the built-in
-    ones.
+    """Return the prompts of a file (one per line, or a list of texts in a ``.json`` file), or the
+    built-in prompts if ``path`` is None.
 
     Raises:
         InvalidInputError: the file cannot be read, or has no prompts.
@@ -73,8 +73,8 @@ def read_prompts(path: Path | None) -> list[str]:
 
 
 def image_inputs(source: str, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the processed inputs of prompts with one and with two pictures, for the processor of a
-    model.
+    """Yield the inputs of a prompt with one picture and of a prompt with two, made by the processor
+    of the model ``source``.
 
     Raises:
         InvalidInputError: the model has no processor for pictures, or a package that it needs is
@@ -108,7 +108,7 @@ def _processed(processor: Any, pictures: list[Any]) -> Any:
 
 def _picture(seed: int) -> Any:
     """Return a picture of coloured squares, 224 x 224 pixels."""
-    from PIL import Image  # needed by few, and a dependency of the processors that need it
+    from PIL import Image  # imported here: only processors for images install it
 
     squares = np.random.default_rng(seed).integers(0, 256, (7, 7, 3), dtype=np.uint8)
     return Image.fromarray(squares.repeat(32, 0).repeat(32, 1))

@@ -29,26 +29,21 @@ from hf_slospec.generate.stock import StockCall, stock_generate
 from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, cache_option, input_device
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-BATCHES = (2, 8)  # equal rows of the batched forwards
-PIECES = (
-    1,
-    3,
-    8,
-    24,
-)  # tokens that one forward adds to a cache: as plain decoding does, and like draft trees
-# Tokens whose noise is measured. Held-out forwards of the embedded pair in bf16 moved the margin of
-# the best two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171
-# positions (margins below 1).
+BATCHES = (2, 8)  # copies of a row in the batched forwards
+# Tokens per forward on a K/V cache: 1 as in plain decoding, more as for draft trees
+PIECES = (1, 3, 8, 24)
+# Number of best tokens among which the noise of margins is measured. Held-out forwards of the
+# embedded pair in bf16 moved the margin of the best two by more than the noise among 2 / 4 / 8 / 16
+# / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
 GUARANTEES = {  # by SLOSpecConfig.exact
     None: "guaranteed: none in fp32, near-ties in other dtypes",
     "self": 'guaranteed by exact="self": the same output however it is computed here, which stock may not have',
     "bits": 'guaranteed by exact="bits": stock\'s output of every row alone',
 }
-Scores = Callable[
-    [int, list[int], torch.Tensor], torch.Tensor
-]  # row, new tokens, logits [vocab] -> [vocab]
-OURS_ONLY = (  # arguments that the stock call does not take
+# (row, new tokens, logits [vocab]) -> scores [vocab]
+Scores = Callable[[int, list[int], torch.Tensor], torch.Tensor]
+OURS_ONLY = (  # arguments that are not passed to the stock call
     *("slo_tpot", "fallback", "assistant_model", "assistant_tokenizer", "streamer"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
 )
@@ -58,9 +53,9 @@ OURS_ONLY = (  # arguments that the stock call does not take
 class Divergence:
     """The first position of one row at which stock and speculated output differ.
 
-    Logits are those that the token is chosen from (after the call's logits processors, if it has
-    any), of one plain forward of the row alone over the common beginning, in the model's dtype. No
-    number comes from a packed forward."""
+    The logits are taken after the call's logits processors, if it has any. They come from one plain
+    forward of the row alone over the tokens before the divergence, in the model's dtype. No number
+    comes from a packed forward."""
 
     row: int
     position: int  # index among the new tokens
@@ -108,9 +103,8 @@ class DivergenceReport:
     dtype: torch.dtype
     num_tokens: int  # compared: up to and including each row's first divergence, else the whole row
     divergences: list[Divergence]  # at most one per row, by row
-    stock_tokens: list[list[int]] = field(
-        repr=False
-    )  # new tokens per row, as ``generate`` pads them
+    # New tokens per row, padded as ``generate`` pads them
+    stock_tokens: list[list[int]] = field(repr=False)
     our_tokens: list[list[int]] = field(repr=False)
     exact: Exact = None  # guarantee that was in force; see SLOSpecConfig
 
@@ -151,14 +145,14 @@ def divergence_report(
         speculated: a generator, or a model that :func:`hf_slospec.enable` was called on.
         inputs: the tokenizer's output: ``input_ids`` [batch, length] int64 and, if padded, an
             ``attention_mask``.
-        our_tokens: new tokens of every row that were speculated before, such as those of submitted
-            requests, in place of a call of ours.
-        generate_options: everything else both calls get, such as ``max_new_tokens``; ``slo_tpot``
-            is for ours only.
+        our_tokens: new tokens of every row that were generated with speculation before, such as by
+            submitted requests; None: the report generates them.
+        generate_options: further arguments of both calls, such as ``max_new_tokens``; ``slo_tpot``
+            is passed to the speculated call only.
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
-        UnsupportedModelError: it is an encoder-decoder.
+        UnsupportedModelError: the model is an encoder-decoder.
         InvalidInputError: the model is not enabled, or ``our_tokens`` has another number of rows.
         UnsupportedOptionError: sampling (whether two tokens are close depends on the noise drawn),
             ``max_time``, prompts that are not tokens, and options that speculated ``generate``
@@ -234,7 +228,9 @@ def divergence_report(
 
 
 def _check_comparable(stock: StockCall) -> None:
-    """Refuse calls whose output does not follow from the logits of single positions."""
+    """Raise UnsupportedOptionError for calls whose output does not follow from the logits of single
+    positions.
+    """
     if stock.config.do_sample:
         raise UnsupportedOptionError(
             "divergence_report compares greedy output: with do_sample=True, how close two tokens are depends on "
@@ -264,8 +260,9 @@ def find_divergences(
     Args:
         prompts: tokens of every row.
         stock, ours: new tokens per row, of the same length in both.
-        dtype: what the model computes in; None: that of its weights.
-        scores: returns what the token after ``new`` is chosen from.
+        dtype: dtype that the model computes in; None: dtype of its weights.
+        scores: (row, new tokens, logits) -> scores by which the next token is chosen, such as the
+            logits after logits processors.
     """
     divergences: list[Divergence] = []
     wide: Any = None
@@ -332,8 +329,8 @@ def _equal_forwards(
     """Return logits of the token after ``prompt + new``, by forwards that differ in rounding only.
 
     Returns:
-        [vocab] each, f32 or wider; first the row alone in one piece. The last comes from the wider
-        model, if any.
+        [vocab] each, f32 or wider. The first comes from one forward of the row alone, the last from
+        the model in the wider dtype, if there is one.
     """
     ids = torch.tensor([prompt + new], device=input_device(model))  # [1, length]
     keep = (

@@ -1,4 +1,4 @@
-"""Comparison of a user's checkpoint with stock ``generate``."""
+"""Comparison of a user's checkpoint with stock ``generate``, for ``hf_slospec check``."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ REFUSED = "refused"
 BATCH = 4  # rows of the left-padded batch, and requests of the batcher
 # Drafts in every step: a policy that drafts nothing would compare plain decoding with itself.
 ALWAYS_DRAFTS = {"policy": "fixed", "max_depth": 4, "max_width": 3}
-MAX_SHOWN = 5  # differences of one kind of call
+MAX_SHOWN = 5  # differences that the report lists per kind of call
 
-Compare = Callable[
-    [int, dict[str, Any]], "list[Difference]"
-]  # number of the first prompt, and the inputs
+# (number of the first prompt, inputs of generate) -> differences
+Compare = Callable[[int, dict[str, Any]], "list[Difference]"]
 
 
 class Difference(NamedTuple):
-    """The first new token of one output that differs from stock's."""
+    """The first new token of one output that differs from stock ``generate``'s output."""
 
     is_near_tie: bool | None  # None: not examined
     text: str
@@ -46,14 +45,14 @@ class Comparison:
 
     name: str
     total: int  # number of outputs
-    num_compared: int = 0  # those for which there was time
+    num_compared: int = 0  # outputs that were compared before the time was over
     differences: list[Difference] = field(default_factory=list)
     refused: str | None = None  # reason, if the call was refused
 
     @property
     def verdict(self) -> str:
-        """One of exact, near ties only, WRONG and refused; differences that were not examined do
-        not prove WRONG.
+        """One of exact, near ties only, WRONG and refused; a difference that was not examined
+        counts as a near tie.
         """
         if self.refused is not None:
             return REFUSED
@@ -75,8 +74,8 @@ class Comparison:
 
 
 def headline(comparisons: Sequence[Comparison]) -> str:
-    """Return the worst verdict of the calls that were not refused, with the first wrong output or
-    reason.
+    """Return the worst verdict of the calls that were not refused, with the first wrong output; if
+    all calls were refused, the reason.
     """
     verdicts = {comparison.verdict: comparison for comparison in reversed(comparisons)}
     verdict = next(verdict for verdict in (WRONG, NEAR_TIES, EXACT, REFUSED) if verdict in verdicts)
@@ -88,17 +87,20 @@ def headline(comparisons: Sequence[Comparison]) -> str:
 
 
 class ModelCheck:
-    """Comparisons of one target, with a fixed tree in every step.
+    """Comparisons of one target's speculated calls with stock ``generate``; every step drafts a
+    fixed tree.
 
     Args:
+        pair: the models and the tokenizer.
+        method: the draft method.
         texts: prompts, truncated to the target's positions; at least one is compared, more while
             there is time.
         new_tokens: maximum new tokens of every output.
-        budget: the time for everything, and shows the progress.
+        budget: time limit of all comparisons, which also prints the progress.
         image_inputs: processed prompts with images.
 
     Raises:
-        UnsupportedModelError, IncompatibleDraftError: target or drafter are refused.
+        UnsupportedModelError, IncompatibleDraftError: target or drafter cannot be used.
         InvalidInputError: the target has no positions for so many new tokens.
     """
 
@@ -155,8 +157,8 @@ class ModelCheck:
     def _compared(
         self, name: str, calls: Sequence[dict[str, Any]], compare: Compare, share: float = 1.0
     ) -> Comparison:
-        """Compare the first call, and further ones as long as one more is likely to end in a share
-        of the time.
+        """Compare the first call, and further calls as long as the next one will probably end
+        within ``share`` of the time budget.
         """
         self.budget.show(f"comparing: {name}")
         comparison = Comparison(name, sum(len(inputs["input_ids"]) for inputs in calls))
@@ -175,7 +177,9 @@ class ModelCheck:
         return comparison
 
     def _examined(self, first: int, inputs: dict[str, Any], **options: Any) -> list[Difference]:
-        """Return what the divergence report finds; the first row is prompt number ``first``."""
+        """Return the divergences of a greedy call from stock, as :func:`divergence_report` finds
+        them; ``first`` is the number of the first row's prompt.
+        """
         report = divergence_report(
             self.generator, inputs, do_sample=False, max_new_tokens=self.new_tokens, **options
         )
@@ -184,7 +188,7 @@ class ModelCheck:
         ]
 
     def _submitted(self, first: int, inputs: dict[str, Any]) -> list[Difference]:
-        """Compare the batcher with the padded batch of stock."""
+        """Return the divergences of requests in the batcher from the padded batch of stock."""
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.new_tokens}
         rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
         with self.generator:
@@ -196,7 +200,8 @@ class ModelCheck:
         return self._examined(first, inputs, our_tokens=ours)
 
     def _unexamined(self, number: int, inputs: dict[str, Any], do_sample: bool) -> list[Difference]:
-        """Return the first difference of one output that :func:`divergence_report` cannot explain.
+        """Return the first difference of one output of a call that :func:`divergence_report` cannot
+        examine, such as a sampled one.
 
         In fp32 it counts as wrong. In other dtypes it is not examined: rounding may decide.
         """

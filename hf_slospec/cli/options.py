@@ -20,7 +20,7 @@ from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validati
 from hf_slospec.extras import need
 from hf_slospec.server.model_options import ModelOptions
 
-FLAGS = {  # options whose names differ from their fields
+FLAGS = {  # field -> option, where the names differ
     "model_name": "--served-model-name",
     "api_keys": "--api-key",
     "allowed_origins": "--allowed-origin",
@@ -28,21 +28,14 @@ FLAGS = {  # options whose names differ from their fields
     "default_tpot": "--default-slo-tpot",
     "strictest_tpot": "--strictest-slo-tpot",
 }
-MODEL = (
-    "target",
-    "assistant",
-    "drafter",
-    "size",
-    "dtype",
-    "device",
-    "allow_missing",
-)  # fields of ModelOptions
+# Fields of ModelOptions
+MODEL = ("target", "assistant", "drafter", "size", "dtype", "device", "allow_missing")
 
 Command = Callable[..., None]
 
 
 def flag(field: str) -> str:
-    """Return the option of a field as users write it."""
+    """Return the command-line option of a model's field."""
     return FLAGS.get(field, f"--{field.replace('_', '-')}")
 
 
@@ -52,8 +45,10 @@ def option(
     """Return a parameter of a command for a field of a model, with the field's description.
 
     Args:
-        kind: type on the command line, if it is not that of the field.
-        default: if it is not that of the field.
+        model: the pydantic model.
+        field: name of the field.
+        kind: type on the command line; None: the field's type.
+        default: default on the command line; ``...``: the field's default.
     """
     info = model.model_fields[field]
     kind = kind or info.annotation
@@ -70,8 +65,8 @@ def option(
 
 
 def with_options(*parameters: inspect.Parameter) -> Callable[[Command], Command]:
-    """Return a decorator that adds parameters to a command, which gets their values by name as its
-    first argument.
+    """Return a decorator that adds parameters to a command. The command receives their values in
+    its first argument, a dict by name.
     """
 
     def decorate(command: Command) -> Command:
@@ -96,8 +91,8 @@ def with_options(*parameters: inspect.Parameter) -> Callable[[Command], Command]
 
 
 def with_models(fields: Sequence[str] = MODEL, **defaults: Any) -> Callable[[Command], Command]:
-    """Return a decorator as :func:`with_options`, for fields of ModelOptions; ``defaults`` replace
-    theirs.
+    """Return a decorator that adds fields of ModelOptions to a command, see :func:`with_options`;
+    keyword arguments override their defaults.
     """
     return with_options(
         *(option(ModelOptions, field, default=defaults.get(field, ...)) for field in fields)
@@ -136,8 +131,8 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def settings_of(text: str, kind: Any, option: str) -> Any:
-    """Return the settings of this type that an option has as JSON; raises BadParameter if they are
-    invalid.
+    """Validate the JSON ``text`` of a command-line option as type ``kind``; raises BadParameter if
+    it is invalid.
     """
     try:
         return TypeAdapter(kind).validate_json(text)
@@ -146,11 +141,15 @@ def settings_of(text: str, kind: Any, option: str) -> Any:
 
 
 def config_of(text: str, **overrides: Any) -> SLOSpecConfig:
-    """Return the settings of ``--config``, with fields that have options of their own where these
-    are given.
+    """Return the settings of ``--config``.
+
+    Args:
+        text: the settings as JSON.
+        overrides: values of options for single fields, which replace those of ``--config``; None:
+            the option is not given.
 
     Raises:
-        BadParameter: for invalid settings.
+        BadParameter: a setting is invalid.
     """
     settings: SLOSpecConfig = settings_of(text, SLOSpecConfig, "--config")
     for field, value in overrides.items():
@@ -162,8 +161,8 @@ def config_of(text: str, **overrides: Any) -> SLOSpecConfig:
 
 @contextmanager
 def usage_errors(*further: type[Exception]) -> Iterator[None]:
-    """Raise InvalidInputError as BadParameter; show other errors of the package, and ``further``
-    ones, in a line.
+    """Raise InvalidInputError as BadParameter; print other errors of the package, and errors of the
+    types ``further``, in one line and exit with 1.
     """
     shown: tuple[type[Exception], ...] = (SLOSpecError, *further)
     try:
@@ -219,7 +218,7 @@ clock = time.monotonic
 
 
 class TimeBudget:
-    """Clock of a command that may take so many seconds, started when it is made."""
+    """Time limit of a command, from the creation of this object on; also prints the progress."""
 
     def __init__(self, seconds: float, console: Console):
         self.seconds = seconds
@@ -232,10 +231,10 @@ class TimeBudget:
         return clock() - self._started_s
 
     def allows(self, expected_s: float, share: float) -> bool:
-        """Return whether work of this length would end within a share of the time."""
+        """Return whether work of ``expected_s`` would end within ``share`` of the time limit."""
         return self.elapsed_s + expected_s <= share * self.seconds
 
     def show(self, activity: str) -> None:
-        """Print what is done now, and the time used."""
+        """Print the current activity and the time used."""
         line = f"{activity} ({self.elapsed_s:.0f} s)"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -23,18 +23,18 @@ def profile(
     """Measure the forwards of one model.
 
     Args:
-        name: shown as the progress.
+        name: name of the model in the progress.
         packed: the model's packed forwards.
         seconds: approximate duration; large sizes and repeats are left out to keep it.
         keep: store the fit for later runs on this machine.
-        show: shows the progress; left out: not shown.
+        show: prints the progress; default: it is not printed.
 
     Returns:
-        ``measured``: tokens, requests, keys per request and milliseconds of every size; ``fit``:
-            curve and terms;
-        ``held_out``: relative errors of the fit at sizes that were left out of it;
-            ``not_measured``: tokens of the
-        sizes for which there was no time, or which are too slow for a step.
+        Dict with ``measured``: tokens, requests, keys per request and milliseconds of every size;
+        ``fit``: latency curve, and milliseconds per further request and per 1000 keys;
+        ``held_out``: relative errors of the fit at sizes that it was not made from;
+        ``not_measured``: tokens of the sizes for which there was no time, or which are too slow for
+        a step.
     """
     show(f"measuring the {name}")
     with evaluating(packed.model):

@@ -1,3 +1,4 @@
 """The demo: several users of one model, each with a speed target, in a browser."""
 
-SIZE = "0.1B"  # size of the embedded target: about ten tokens per second and user on two CPU cores
+# Default size of the embedded target: about ten tokens per second and user on two CPU cores
+SIZE = "0.1B"

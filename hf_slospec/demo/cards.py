@@ -1,4 +1,7 @@
-"""HTML of a scene. Words or patterns repeat what colours say."""
+"""HTML of a scene: a card per stream, and the headline with figures of the whole engine.
+
+Whatever a colour says, words or patterns say, too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from hf_slospec.demo.generator import TextPiece
 from hf_slospec.demo.sessions import Scene
 from hf_slospec.demo.stream import View, shares
 
-MAX_CHARS = 1200  # characters that are shown of the end of an answer
+MAX_CHARS = 1200  # a card shows so many characters, from the end of the answer
 NUM_PATTERNS = 5  # patterns of segments in the budget bar, see style.css
 STATES = {
     "waiting": "reading the prompt",
@@ -22,7 +25,7 @@ STATES = {
 
 
 def speed_of(view: View) -> float | None:
-    """Return the tokens per second of the current request, as its speed target counts them."""
+    """Return the speed of the current request in tokens per second: 1 / TPOT; None: no TPOT yet."""
     tpot_s = None if view.metrics is None else view.metrics.tpot_s
     return 1.0 / tpot_s if tpot_s else None
 
@@ -38,13 +41,13 @@ def full_scale(views: Sequence[View]) -> float:
 
 
 def verdict(view: View) -> tuple[str, str]:
-    """Return a CSS class and words that say whether the speed target is met."""
+    """Return whether the speed target is met, as a CSS class and as words."""
     if view.user_request.tpot_slo_ms is None:
         return "unjudged", "no speed target"
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
         return "unjudged", "not known yet"
     if view.state in ("stopped", "failed"):
-        return "unjudged", "&nbsp;"  # the state says it; an empty box has another height
+        return "unjudged", "&nbsp;"  # not empty, as the box would have another height
     is_met = view.metrics.attained
     if view.state == "finished":
         words = "✓ speed target met" if is_met else "✗ speed target missed"
@@ -57,9 +60,10 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
     """Return the card of one stream.
 
     Args:
+        view: the stream.
         scale: tokens per second at the right end of its bar.
-        share: its share of the token budget.
-        hides_text: leave out prompt and text, which only its own visitor sees.
+        share: its share of all verified nodes, from 0 to 1.
+        hides_text: leave out prompt and text: those of a visitor are shown to this visitor only.
     """
     look, words = verdict(view)
     parts = [
@@ -74,7 +78,7 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
         _figures(view, share),
         f'<p class="error" role="alert">{escape(view.error)}</p>'
         if view.error
-        else "",  # last: parts above are level
+        else "",  # last, so that the parts above it line up across cards
     ]
     return (
         f'<article class="card {look}" aria-label="{escape(view.name)}">{"".join(parts)}</article>'
@@ -130,7 +134,7 @@ def _sparkline(view: View) -> str:
 
 
 def _prompt(view: View) -> str:
-    """Return the prompt, of which a card shows as much as fits into a line."""
+    """Return the prompt as one line, which the browser cuts off; its tooltip has all of it."""
     prompt = escape(view.user_request.prompt)
     return f'<p class="prompt" title="{prompt}">{prompt}</p>'
 
@@ -178,8 +182,8 @@ def _figures(view: View, share: float) -> str:
 
 
 def cards(scene: Scene) -> tuple[list[str], str, str]:
-    """Return the cards of the simulated users by index, the visitor's own card, and those of other
-    visitors.
+    """Return the HTML of the simulated users' cards by index, of the visitor's card, and of all
+    other visitors' cards.
     """
     views = scene.views
     scale = full_scale(views)

@@ -1,4 +1,4 @@
-"""Generator of the demo: requests of its users, with their texts split by origin."""
+"""The demo's generator, and texts split into drafted stretches and the target's own tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hf_slospec.errors import InvalidInputError, NotRunningError
 
 
 class TextPiece(NamedTuple):
-    """A stretch of text whose tokens have one origin."""
+    """A stretch of text whose tokens were all drafted, or all chosen by the target."""
 
     text: str
-    is_draft: bool  # accepted drafts; otherwise chosen by the target
+    is_draft: bool  # the tokens are accepted drafts; False: the target chose them
 
 
 class HighlightedText:
-    """A growing text; a character that consists of tokens of both origins belongs to the origin of
-    its last token.
+    """A growing text, divided into accepted drafts and tokens that the target chose. A character
+    that consists of several tokens belongs to the stretch of its last token.
     """
 
     def __init__(self, to_text: ToText):
@@ -33,12 +33,12 @@ class HighlightedText:
     def update(
         self, tokens: list[int], from_draft: list[bool], is_last: bool = False
     ) -> list[TextPiece]:
-        """Return the pieces of all tokens so far.
+        """Return the stretches of the text of all tokens so far.
 
         Args:
             tokens: all tokens so far, those of earlier calls included.
             from_draft: True for accepted drafts, one per token.
-            is_last: no further tokens come.
+            is_last: no further tokens will come, so an incomplete character is output, too.
         """
         fresh = list(zip(tokens, from_draft, strict=False))[self._num_tokens :]
         for is_draft, run in groupby(fresh, key=lambda pair: pair[1]):
@@ -59,7 +59,7 @@ POLICIES = {
 
 
 class DemoGenerator:
-    """The users' generator, which must have a tokenizer, and its current policy."""
+    """The generator that serves all users of the demo, and its policy. It must have a tokenizer."""
 
     def __init__(self, generator: SLOSpecGenerator):
         assert generator.tokenizer is not None
@@ -71,7 +71,7 @@ class DemoGenerator:
         self.is_chat = getattr(self._tokenizer, "chat_template", None) is not None
 
     def start(self) -> None:
-        """Start to take requests, or raise the error that prevents it."""
+        """Start the generator's engine; raises the errors of ``SLOSpecGenerator.start``."""
         self.generator.start()
 
     def submit(self, prompt: str, **options: Any) -> RequestHandle:
@@ -84,7 +84,7 @@ class DemoGenerator:
         inputs: Any = [{"role": "user", "content": prompt}] if self.is_chat else prompt
         try:
             return self.generator.submit(inputs, **options)
-        except NotRunningError:  # an error stopped the engine; the streams of that step show it
+        except NotRunningError:  # an error stopped the engine; its running requests show it
             self.generator.start()
             return self.generator.submit(inputs, **options)
 

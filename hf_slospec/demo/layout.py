@@ -1,4 +1,4 @@
-"""The page: its layout and its event handlers."""
+"""The page in gradio: its components, their layout and their event handlers."""
 
 from __future__ import annotations
 
@@ -49,8 +49,12 @@ class Controls:
 
     @classmethod
     def of(cls, request: UserRequest, max_slo_ms: float, folds_prompt: bool) -> Controls:
-        """Create the fields with the values of ``request``; ``folds_prompt`` puts the prompt into
-        the accordion.
+        """Create the fields with the values of ``request``.
+
+        Args:
+            request: initial values.
+            max_slo_ms: right end of the speed target's slider, in milliseconds.
+            folds_prompt: put the prompt into the accordion, which is closed at first.
         """
         prompt: Any = gr.Textbox(
             request.prompt,
@@ -93,7 +97,7 @@ def request_of(
     top_p: float,
     max_new_tokens: int,
 ) -> UserRequest:
-    """Return the request that the controls' values describe."""
+    """Return the request with the values of the controls; arguments are as in Controls.all."""
     return UserRequest(
         prompt=prompt or "", tpot_slo_ms=tpot_slo_ms if has_slo else None, temperature=temperature, top_p=top_p,
         max_new_tokens=max_new_tokens,
@@ -123,7 +127,7 @@ class Panel:
 
     @property
     def all(self) -> list[Any]:
-        """All components, as :meth:`Page.refresh` updates them."""
+        """All components, in the order in which :meth:`Page.refresh` returns updates."""
         return [self.column, self.card, *self.controls.all]
 
 
@@ -133,7 +137,7 @@ class Page:
 
     Args:
         personas: the simulated users that can be added, with their requests, by name.
-        max_slo_ms: right end of the speed target sliders.
+        max_slo_ms: right end of the speed target sliders, in milliseconds.
         note: HTML that follows the introduction.
     """
 
@@ -207,7 +211,7 @@ class Page:
         return Panel(column, card, controls)
 
     def _own_panel(self) -> gr.HTML:
-        """Create the visitor's own panel, and return the component of its card."""
+        """Create the panel of the visitor's own request, and return the component of its card."""
         first = next(iter(self.personas.values()))[1]
         with gr.Row(elem_classes="users"):
             with gr.Column(min_width=330, elem_classes=["user", "yours"], elem_id="own-request"):
@@ -242,11 +246,13 @@ class Page:
         """Return the updates of all components for this session.
 
         Args:
-            sent: policy and versions of requests that the session was sent, and the policy that it
-                showed before; controls are updated only if another session changed them.
-            shown: policy that the session shows. Answers may overtake each other, so another one
-                than the present one is replaced once it is seen twice; the first time, the visitor
-                may just have chosen it.
+            sent: state after the previous refresh: the policy and the versions of requests that
+                were sent to the session, and the policy that it showed. Controls are updated only
+                if another session changed them.
+            shown: policy that the session's page shows. If it is not the current policy, it is
+                corrected only when two refreshes in a row see it: at the first one, the visitor may
+                have chosen it just now, as events may overtake each other.
+            request: identifies the session.
         """
         scene = self.sessions.refresh(str(request.session_hash))
         simulated, own_card, other_cards = cards.cards(scene)
@@ -280,7 +286,7 @@ def _panel_updates(view: View | None, html: str, sent: int | None) -> list[Any]:
 def handle(
     event: Callable[..., Any], handler: Callable[..., None], inputs: Any = None, **options: Any
 ) -> None:
-    """Run a handler at an event of a component, and show its errors on the page."""
+    """Run ``handler`` at an event of a component, and show this package's errors on the page."""
 
     @functools.wraps(handler)
     def run(*args: Any, **kwargs: Any) -> None:

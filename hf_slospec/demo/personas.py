@@ -1,4 +1,4 @@
-"""Requests of demo users within their limits, and the simulated users."""
+"""Requests of the demo's users, the limits on them, and the simulated users (personas)."""
 
 from __future__ import annotations
 
@@ -53,17 +53,19 @@ class Persona(BaseModel):
 
     name: str
     description: str
-    code_prompt: (
-        str  # for models without a chat template, such as the embedded pair, trained on Python
-    )
+    # For models without a chat template, such as the embedded pair, which was trained on Python
+    code_prompt: str
     chat_prompt: str  # for models with a chat template
-    slo_factor: float | None  # its TPOT SLO as a multiple of plain decoding's TPOT; None: no SLO
+    slo_factor: float | None  # TPOT SLO / TPOT of plain decoding; None: no TPOT SLO
     temperature: float = 0.0
     max_new_tokens: int = 160
 
     def request(self, plain_tpot_s: float, is_chat: bool) -> UserRequest:
-        """Return its request where plain decoding of a few streams takes ``plain_tpot_s`` per
-        token.
+        """Return the persona's request.
+
+        Args:
+            plain_tpot_s: seconds per token of plain decoding, which the TPOT SLO is a multiple of.
+            is_chat: whether the model has a chat template.
         """
         tpot_slo_ms = (
             None if self.slo_factor is None else max(round(1e3 * self.slo_factor * plain_tpot_s), 1)

@@ -23,7 +23,7 @@ from hf_slospec.server.options import is_loopback
 if TYPE_CHECKING:
     import gradio as gr
 
-# in the measurement of plain decoding
+# Of the measurement of plain decoding: simultaneous streams, tokens of each, and repeats
 NUM_STREAMS = 4
 NUM_TOKENS = 16
 NUM_REPEATS = 3
@@ -62,7 +62,7 @@ class Options:
 
 
 def serve(options: Options, report: Callable[[str], None] = print) -> None:
-    """Serve until interrupted.
+    """Serve the page of the demo until interrupted.
 
     Args:
         report: called with messages about the progress.
@@ -115,7 +115,7 @@ def prepare(
 
 
 def demo_generator(models: ModelOptions) -> DemoGenerator:
-    """Load the models, and return a generator with room for all users."""
+    """Load the models, and return a generator with K/V slots for requests of all users."""
     kv_tokens = CONFIG.max_batch * (
         MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width
     )
@@ -123,9 +123,9 @@ def demo_generator(models: ModelOptions) -> DemoGenerator:
 
 
 def plain_tpot_s(generator: DemoGenerator) -> float:
-    """Measure the TPOT of a few simultaneous streams, which the speed targets are based on.
+    """Measure the TPOT of plain decoding of a few simultaneous streams.
 
-    Speculation is switched off meanwhile.
+    The personas' TPOT SLOs are multiples of it. Speculation is off during the measurement.
     """
     policy = generator.policy
     generator.set_policy("none")

@@ -1,4 +1,4 @@
-"""Users of the demo: simulated users, which every visitor sees, and the visitors."""
+"""Streams of all users of the demo: the simulated users, whom all visitors share, and visitors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_slospec.forks import Lock
 MAX_SIMULATED = 6
 MAX_VISITORS = 8  # visitors with a running stream
 VISITOR_TIMEOUT_S = 30.0  # seconds without a refresh after which a visitor is removed
-# Two more than all users together, as a cancelled request is in the batch until the current step
+# Two requests more than users, as a cancelled request stays in the batch until the current step
 # ends.
 CONFIG = SLOSpecConfig(max_batch=MAX_SIMULATED + MAX_VISITORS + 2, max_queue=64)
 
@@ -29,11 +29,10 @@ class Scene:
 
     policy: str
     simulated: tuple[View | None, ...]  # by index; None: no user
-    visitor: View | None  # the visitor's own stream
+    visitor: View | None  # stream of the visitor for whom the snapshot is made
     other_visitors: tuple[View, ...]
-    counts: tuple[
-        int, int
-    ]  # answers since the policy was chosen: with a met speed target, with a speed target
+    # Finished requests since the last change of the policy: with an attained SLO, with an SLO
+    counts: tuple[int, int]
 
     @property
     def views(self) -> list[View]:
@@ -52,9 +51,9 @@ class DemoSessions:
         self.clock = clock
         self._simulated: list[Stream | None] = [None] * MAX_SIMULATED
         self._visitors: dict[str, Stream] = {}
-        self._numbers: dict[str, int] = {}  # by visitor, in order of arrival
+        self._numbers: dict[str, int] = {}  # by visitor: number in the order of arrival
         self._refreshed_s: dict[str, float] = {}  # by visitor: time of the last refresh
-        self._counts = (0, 0)  # counts of removed streams, as in Scene
+        self._counts = (0, 0)  # of removed streams; see Scene.counts
         self._versions = itertools.count(1)
         self._lock = Lock()
 
@@ -73,7 +72,7 @@ class DemoSessions:
             return index
 
     def change(self, index: int, user_request: UserRequest) -> None:
-        """Replace the request of a simulated user and start it, also if the user was stopped."""
+        """Replace the request of a simulated user and start it, even if the user was stopped."""
         with self._lock:
             stream = self._stream_at(index)
             stream.user_request = user_request
@@ -141,8 +140,10 @@ class DemoSessions:
                     stream.reset_counts()
 
     def refresh(self, visitor: str) -> Scene:
-        """Return the scene for this visitor; also restart simulated users and remove visitors that
-        left.
+        """Return the scene for this visitor.
+
+        Also starts the next requests of simulated users whose pause is over, and removes visitors
+        that have not refreshed for :data:`VISITOR_TIMEOUT_S`.
         """
         with self._lock:
             now_s = self._refreshed_s[visitor] = self.clock()
@@ -186,7 +187,7 @@ class DemoSessions:
         return Stream(name, description, user_request, is_simulated, version, to_text)
 
     def _retire(self, stream: Stream) -> None:
-        """Stop a stream that is removed and keep its counts."""
+        """Stop a stream that is about to be removed, and add its counts to the total."""
         stream.stop(self.clock())
         (attained, judged) = self._counts
         (own_attained, own_judged) = stream.counts

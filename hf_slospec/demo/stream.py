@@ -1,4 +1,4 @@
-"""The consecutive requests of one demo user, and snapshots of them."""
+"""Stream: the consecutive requests of one user of the demo; and View: a snapshot of it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.request.metrics import RequestMetrics
 
 WINDOW_S = 3.0  # seconds over which current speeds are averaged
-HISTORY_S = 30  # seconds
+HISTORY_S = 30  # seconds for which a card plots the speed
 
 
 class Gain(NamedTuple):
     at_s: float
     tokens: int
-    nodes: int  # verified for it in the step
+    nodes: int  # nodes verified for the request in this step
 
 
 def gains(commits: Sequence[Commit]) -> list[Gain]:
-    """Return the progress of one request by step, without its first token, which the prefill
-    commits.
+    """Return tokens and verified nodes of one request for every step, except for the first token,
+    which the prefill commits.
     """
     return [
         Gain(later.at_s, later.num_emitted - earlier.num_emitted, later.num_nodes)
@@ -42,8 +42,8 @@ def recent(all_gains: Iterable[Gain], now_s: float, window_s: float = WINDOW_S) 
 
 
 def tokens_per_s(all_gains: Iterable[Gain], now_s: float, begun_s: float) -> float:
-    """Return the speed over the last :data:`WINDOW_S` seconds, or since ``begun_s`` if that is
-    shorter.
+    """Return tokens per second over the last :data:`WINDOW_S` seconds, or since ``begun_s`` if that
+    was more recently.
     """
     span_s = min(WINDOW_S, now_s - begun_s)
     return (
@@ -82,10 +82,10 @@ class View:
     state: State
     user_request: UserRequest
     pieces: tuple[TextPiece, ...]
-    metrics: RequestMetrics | None  # those of the current request; None before the first
-    tokens_per_s: float  # over the last seconds
-    nodes: int  # nodes verified for it in the last seconds
-    history: tuple[float, ...]  # tokens per second, second by second
+    metrics: RequestMetrics | None  # of the current request; None: there was no request yet
+    tokens_per_s: float  # over the last WINDOW_S seconds
+    nodes: int  # nodes verified for the user in the last WINDOW_S seconds
+    history: tuple[float, ...]  # tokens per second in each of the last HISTORY_S seconds
     num_attained: int  # finished requests that met their speed target
     num_judged: int  # finished requests with a speed target
     error: str | None
@@ -93,7 +93,7 @@ class View:
 
     @property
     def is_active(self) -> bool:
-        """Return True while its request is waiting or being decoded."""
+        """Return whether the current request is waiting or being decoded."""
         return self.state in ("waiting", "writing")
 
 
@@ -119,8 +119,8 @@ class Stream:
         self._is_stopped = False
 
     def start(self, submit: Submit, now_s: float) -> None:
-        """Submit the user's request in place of the current one; an error is raised, and shown by
-        the stream.
+        """Cancel the current request and submit the user's request. An error of ``submit`` is
+        raised, and also shown in later views.
         """
         self.stop(now_s)
         self._handle = None
@@ -137,7 +137,7 @@ class Stream:
         self._ended_s = None
 
     def stop(self, now_s: float) -> None:
-        """Cancel the current request; its text so far stays visible."""
+        """Cancel the current request; views still show its text so far."""
         if self._handle is not None and not self._is_stopped:  # otherwise _past has its commits
             self._handle.cancel()
             self._past.extend(gains(self._handle.commits))
@@ -146,7 +146,7 @@ class Stream:
         self._is_stopped = True
 
     def reset_counts(self) -> None:
-        """Count attained speed targets from the next request on."""
+        """Set the counts to zero; the next request is the first to be counted again."""
         self._num_attained = self._num_judged = 0
         self._is_counted = True
 
@@ -163,7 +163,9 @@ class Stream:
         return ended.get(handle.finish_reason, "finished")
 
     def is_due(self, now_s: float) -> bool:
-        """Return True if a simulated user's pause is over, after a finished or a refused request."""
+        """Return whether to start a simulated user's next request: its last request has finished or
+        was refused, and the pause after it is over.
+        """
         self._count(now_s)
         is_refused = self.state == "failed" and isinstance(self._error, NotRunningError | QueueFull)
         if (
@@ -182,7 +184,7 @@ class Stream:
         return None if isinstance(error, RequestCancelledError) else error
 
     def _count(self, now_s: float) -> None:
-        """Count the current request once it has ended."""
+        """Update the counts by the current request, once, when it has ended."""
         if (
             self._ended_s is None
             and self._handle is not None

@@ -1,7 +1,8 @@
-"""Simulation of serving with the real engine, schedulers and policies, and policies after papers.
+"""Simulation of serving with the real engine, schedulers and policies, and policies reimplemented
+from papers.
 
-Importing this package registers these policies; its entry point imports it when one of them is
-named first."""
+Importing this package registers those policies; the entry point in pyproject.toml lets
+``hf_slospec.policies`` import it when a config first names one of them."""
 
 from hf_slospec.lab.comparison import Load, compare, draw, table
 from hf_slospec.lab.hardware import HARDWARE, Hardware, HardwareFile

@@ -40,10 +40,10 @@ class Load:
         source: TextModel | Recording,
         rng: np.random.Generator,
     ) -> Load:
-        """Return the requests with synthetic texts or with texts drawn from a recording.
+        """Return the requests with synthetic texts, or with texts drawn from a recording.
 
-        Recorded texts were decoded greedily; a text that is shorter than the request's output
-        shortens the output."""
+        Recorded texts were decoded greedily. A request whose recorded text is shorter than its
+        output ends with this text."""
         if isinstance(source, TextModel):
             texts = [source.write(rng, job.output_tokens) for job in jobs]
             return cls(label, tuple(jobs), Library(texts, source.matched))
@@ -91,6 +91,11 @@ def compare(
     """Simulate every system under every load.
 
     Args:
+        systems: names, or names with settings, as for :func:`~hf_slospec.lab.systems.config_of`.
+        loads: the loads.
+        hardware: latencies of the models.
+        replicas: number of engines that share a load.
+        seed: seed of router and drafters.
         router: one of :data:`~hf_slospec.lab.systems.ROUTERS`, for several replicas.
 
     Returns:
@@ -115,7 +120,7 @@ def compare(
     num_requests = sum(len(load.jobs) for _, load, _ in simulations)
     with tqdm(total=num_requests, unit=" requests", disable=not sys.stderr.isatty()) as bar:
         while simulations:
-            # Removed, so that its memory is freed after its run
+            # Removed from the list, so that its memory is freed after its run
             system, load, simulation = simulations.pop(0)
             bar.set_description(f"{system} at {load.label}")
             runs[system].append(simulation.run(system, on_end=bar.update))

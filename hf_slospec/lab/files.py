@@ -1,4 +1,4 @@
-"""Reading of text and JSON files, with errors that name file, line and column."""
+"""Reading of text, JSON and CSV trace files, with errors that name file, line and column."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_json(path: Path) -> tuple[str, Any]:
 
 
 def validated(model: type[Model], path: Path, text: str, data: Any) -> Model:
-    """Return the content that :func:`read_json` gave as a pydantic model.
+    """Validate text and content of a file, as :func:`read_json` returns them, as a pydantic model.
 
     Raises:
         InvalidFileError: the content does not fit the model; the message has line and column of
@@ -83,8 +83,9 @@ def line_and_column(text: str, location: tuple[int | str, ...]) -> str:
     """Return line and column, from 1, of a value in valid JSON text.
 
     Args:
-        location: the keys and list indices that lead to the value. If it is missing, its parent is
-            located.
+        text: the JSON text.
+        location: the keys and list indices that lead to the value. If there is no such value, the
+            innermost object or list on the way to it is located.
     """
     at = _skip_separators(text, 0)
     for key in location:
@@ -96,8 +97,8 @@ def line_and_column(text: str, location: tuple[int | str, ...]) -> str:
 
 
 def _child(text: str, at: int, key: int | str) -> int | None:
-    """Return the offset of the value of ``key`` in the object or list at offset ``at``; None if
-    there is none.
+    """Return the offset of the value of ``key`` in the object or list that begins at offset ``at``;
+    None if it has no such key.
     """
     decode = json.JSONDecoder().raw_decode
     is_object = text[at] == "{"
@@ -129,7 +130,7 @@ OPTIONAL = ("slo", "slo_ratio", "ttft_s", "class", "priority", "max_new_tokens")
 SLOS = ("slo", "slo_ratio", "ttft_s")
 COUNT = (int, 1, MAX_REQUEST_TOKENS)
 SECONDS = (float, 0.0, MAX_TIME_S)
-# Type, minimum and maximum of the columns of numbers
+# Type, minimum and maximum of each numeric column
 NUMBERS: dict[str, tuple[type[int] | type[float], float, float]] = {
     "arrival_s": SECONDS,
     "input_tokens": COUNT,
@@ -146,8 +147,9 @@ def read_trace(path: Path, base_tpot_s: float | None = None) -> list[Job]:
     """Return the requests of a CSV trace in order of arrival.
 
     Args:
-        base_tpot_s: seconds per token that a ``slo_ratio`` above 0 multiplies; one below 0 is
-            milliseconds.
+        path: the CSV file.
+        base_tpot_s: seconds per token; a ``slo_ratio`` above 0 is a multiple of them. A negative
+            ``slo_ratio`` is the TPOT SLO in milliseconds, times -1.
 
     Raises:
         InvalidFileError: the trace is invalid; the message has line and column.
@@ -193,7 +195,7 @@ def _jobs(path: Path, reader: csv.DictReader[str], base_tpot_s: float | None) ->
 
 
 def _job(where: str, row: dict[str, str | None], base_tpot_s: float | None) -> Job:
-    """Return the request of a line; ``where`` is its file and number."""
+    """Return the request of a CSV line; ``where`` is its file and line number, for errors."""
     if "" in row:
         raise InvalidFileError(f"{where}: has more fields than the header; remove them")
     texts = {name: (text or "").strip() for name, text in row.items()}
@@ -231,7 +233,8 @@ def _number(name: str, text: str) -> float | None:
     """Return a field as a number; None if it is empty.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the field is required but empty, is no number of its column's type, or is out of
+            range.
     """
     if not text:
         if name in REQUIRED:

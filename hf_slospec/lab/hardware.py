@@ -1,4 +1,6 @@
-"""Latencies of models on a machine: measured profiles, and published figures of large models."""
+"""Latencies of a target and a draft on a machine: from files that ``hf_slospec profile`` writes, or
+published figures of large models.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ class Hardware:
     """Latencies of a target and a draft, and the further costs of a step."""
 
     target: ForwardCost
-    draft: ForwardCost  # one draft level
-    mixed_s: float = 0.0  # added to a step that processes prompts beside decoding
+    draft: ForwardCost  # forward of one tree level
+    mixed_s: float = 0.0  # added to a step that both prefills and decodes
     host_s: float = 0.0  # added to every step
     drafting_request_s: float = 0.0  # added per request that is drafted for
-    kv_tokens: int = 400_000  # slots of the K/V cache
+    kv_tokens: int = 400_000  # capacity of the K/V cache
 
     def costs(self) -> StepCosts:
         """Return the initial step costs, which measured steps correct."""
@@ -37,8 +39,8 @@ class Hardware:
 def lines(
     *parts: tuple[float, float], per_request_ms: float = 0.0, per_key_ms: float = 0.0
 ) -> ForwardCost:
-    """Return the maximum of lines, each given as (milliseconds at 0 tokens, milliseconds per
-    token), as a cost.
+    """Return a forward cost that is the maximum of straight lines, each given as (milliseconds at 0
+    tokens, milliseconds per token).
     """
     knots = {1, MAX_TOKENS, *(2**power for power in range(1, 15))}
     for index, (base, slope) in enumerate(parts):
@@ -52,7 +54,7 @@ def lines(
 
 
 def curve(points: dict[int, float]) -> ForwardCost:
-    """Return a cost from milliseconds by number of tokens."""
+    """Return a forward cost from points: number of tokens -> milliseconds."""
     return ForwardCost(LatencyCurve(tuple(points), tuple(ms / 1e3 for ms in points.values())))
 
 
@@ -79,13 +81,13 @@ HARDWARE: dict[str, Hardware] = {
 }
 
 
-MIN_TARGET_MS = 0.01  # a forward of the target must advance the virtual clock
+MIN_TARGET_MS = 0.01  # above 0, as every step must advance the virtual clock
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
 class ForwardFile(BaseModel):
-    """Milliseconds of a forward by its number of tokens, in latency files."""
+    """The forwards of one model in a latency file: milliseconds by number of tokens."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -105,7 +107,7 @@ class ForwardFile(BaseModel):
         return self
 
     def cost(self) -> ForwardCost:
-        """Return the cost in seconds."""
+        """Return the same latencies in seconds."""
         seconds = tuple(ms / 1e3 for ms in self.ms)
         per_request_s = self.ms_per_further_request / 1e3
         per_key_s = self.ms_per_1000_keys / 1e6
@@ -124,7 +126,7 @@ TargetFile = Annotated[ForwardFile, AfterValidator(_lasting)]
 
 
 class HardwareFile(BaseModel):
-    """A latency file: the forwards of both models, and the further costs of a step."""
+    """Content of a latency file: forwards of both models, and the further costs of a step."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -148,7 +150,7 @@ class HardwareFile(BaseModel):
 
 
 class ProfileFile(BaseModel):
-    """The file that ``profile --json`` writes; other keys are ignored."""
+    """Content of a file that ``profile --json`` writes; keys besides the fits are ignored."""
 
     target: TargetFile = Field(validation_alias=AliasPath("results", "target", "fit"))
     draft: ForwardFile = Field(validation_alias=AliasPath("results", "draft", "fit"))

@@ -1,4 +1,7 @@
-"""Simulated target and drafter: tokens come from given texts, durations from given latencies."""
+"""Simulated target and drafter, and oracle policies, which know what will be accepted.
+
+Tokens come from texts.py, durations from hardware.py.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +59,8 @@ class SimulatedTarget(Target):
     """Target that chooses the tokens of each request's text and advances the clock by the cost of
     each forward.
 
-    It keeps the K/V of finished requests that others continue, while running requests at their
-    longest leave room."""
+    It keeps the K/V of a finished request that a later request continues, as long as the K/V slots
+    reserved for running requests leave room."""
 
     def __init__(
         self,
@@ -67,8 +70,9 @@ class SimulatedTarget(Target):
         kv_tokens: float = math.inf,
         continued: Mapping[int, int] | None = None,
     ):
-        """Create a target without K/V; ``continued`` maps indices of requests to those of the ones
-        they continue.
+        """Create a target with an empty K/V cache.
+
+        ``continued`` maps the index of a request to the index of the request that it continues.
         """
         self.library = library
         self.hardware = hardware
@@ -76,14 +80,15 @@ class SimulatedTarget(Target):
         self.kv_tokens = kv_tokens
         self._continued = continued or {}
         self._to_come = set(self._continued.values())
-        self._held: dict[int, int] = {}  # tokens of running requests at their longest, by index
-        # Tokens of finished requests with K/V, by index, the oldest first
+        # K/V slots reserved for running requests (their maximum lengths), by request index
+        self._held: dict[int, int] = {}
+        # Cached tokens of finished requests, by request index, the oldest first
         self._kept: dict[int, int] = {}
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
-        """Advance the clock by one forward of trees and chunks.  -> one chooser per request"""
+        """Advance the clock by a forward of trees and chunks; return one chooser per request."""
         num_nodes = sum(tree.num_nodes for tree in trees)
         num_prefill_tokens = sum(r.num_uncached - 1 for r in requests) + sum(
             chunk.num_tokens for chunk in chunks
@@ -112,14 +117,18 @@ class SimulatedTarget(Target):
         """Do nothing: there is no K/V cache."""
 
     def release(self, request: Request) -> None:
-        """Keep the K/V of a finished request that another one continues; drop other K/V."""
+        """Free a request's K/V slots, but keep the K/V of a finished request that a later request
+        continues.
+        """
         self._held.pop(request.index, None)
         if request.is_finished and request.index in self._to_come:
             self._kept[request.index] = len(request.tokens) - 1
 
     def reuse(self, request: Request) -> int:
-        """Give a request the K/V kept of the one it continues; drop the oldest K/V for which no
-        room is left.
+        """Reserve K/V slots for a request; return the number of its tokens that are cached.
+
+        The request takes over the kept K/V of the request that it continues. The oldest kept K/V is
+        evicted until the reserved slots fit.
         """
         num_cached = request.kv.num_cached or self.num_reusable(request)
         self._kept.pop(self._continued.get(request.index, -1), None)
@@ -129,7 +138,9 @@ class SimulatedTarget(Target):
         return num_cached
 
     def num_reusable(self, request: Request) -> int:
-        """Return the tokens kept of the request that this one continues."""
+        """Return the number of cached tokens of the request that this one continues; 0 if there is
+        no such request, or its K/V was evicted.
+        """
         return self._kept.get(self._continued.get(request.index, -1), 0)
 
     @property
@@ -146,27 +157,28 @@ class _Level:
     min_probs: FloatArray  # conditional probability of the least probable token on the path
     is_correct: BoolArray  # the target would choose every token of the path
     tokens: IntArray
-    parents: IntArray  # index in the level above
+    parents: IntArray  # index of the parent node in the level above
 
 
 class SimulatedDrafter(Drafter):
     """Drafter that runs beam search over the draft probabilities stored with the texts.
 
-    Nodes on the target's path get the probabilities of their position in the text. All other nodes,
-    which are never accepted, get those of a random position of the same text, so that wrong
-    proposals look as probable as correct ones."""
+    Nodes whose parent is on the target's path get the probabilities stored for their position. All
+    other nodes, which are never accepted, get the probabilities of a random position of the same
+    text, so that wrong proposals look as probable as correct ones."""
 
     def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock, seed: int = 0):
         self.library = library
         self.hardware = hardware
         self.clock = clock
         self._rng = np.random.default_rng(seed)
-        self._num_cached: dict[Request, int] = {}  # tokens whose K/V the draft holds
+        self._num_cached: dict[Request, int] = {}  # tokens in the draft's K/V cache
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
         """Advance the clock by the forwards of all draft levels.  -> one candidate tree per request
 
-        Requests leave the draft's batch by the limits of the plan, as they do on a CPU.
+        A request that reaches a limit of the plan leaves the draft's batch, as it does on a CPU; on
+        other devices it would stay in the batch.
         """
         num_requests = len(requests)
         keys = np.array([len(request.tokens) for request in requests])
@@ -207,18 +219,18 @@ class SimulatedDrafter(Drafter):
             levels.append(self._expand(requests, levels[-1], depth, plan.width))
             num_levels += is_drafting
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
-        if self.library.matched < 1.0:  # as if prompt lookup had no match
+        if self.library.matched < 1.0:  # no proposal, as if prompt lookup had no match
             num_levels[self._rng.random(num_requests) >= self.library.matched] = 0
         pairs = zip(self._trees(levels), num_levels.tolist(), strict=True)
         return [tree.up_to(depth) for tree, depth in pairs]
 
     def release(self, request: Request) -> None:
-        """Drop the request's K/V of the draft."""
+        """Drop the request's K/V from the draft's cache."""
         self._num_cached.pop(request, None)
 
     def _expand(self, requests: Sequence[Request], above: _Level, depth: int, width: int) -> _Level:
-        """Return the ``width`` most probable children of each request's nodes of a level of this
-        depth.
+        """Return the next level of all beams: per request, the ``width`` most probable children of
+        the nodes in ``above``, which have this depth.
         """
         library = self.library
         beam = above.tokens.shape[1]
@@ -250,7 +262,7 @@ class SimulatedDrafter(Drafter):
         """Return one candidate tree per request, its nodes level by level, the root first."""
         widths = [level.tokens.shape[1] for level in levels]
         depths = np.repeat(np.arange(len(levels)), widths)
-        # First node of the level above
+        # For each node, the index of the first node of the level above it
         firsts = np.repeat(np.cumsum([0, 0, *widths])[: len(levels)], widths)
         tokens = np.concatenate([level.tokens for level in levels], axis=1)
         parents = np.concatenate([level.parents for level in levels], axis=1) + firsts
@@ -263,18 +275,18 @@ class SimulatedDrafter(Drafter):
 
 
 class OraclePolicy(Policy):
-    """Policy with access to the texts, which tries all widths of every step on a separate clock
-    first.
+    """Policy that knows the texts and, before every step, tries drafting with all widths on a
+    separate clock.
 
     It drafts only for requests with tokens that will be accepted, and knows the cost of drafting.
     The draft's prefill of prompts is not counted, since it pays in later steps. It maximises the
-    tokens per second of each single step and knows neither SLOs nor arrivals, so it shows the cost
-    of not knowing acceptance. It is not an upper bound (one is in benchmarks/papers/bounds.py); the
-    best of several settings comes closer to one."""
+    tokens per second of each single step and ignores SLOs and arrivals, so the gap between it and
+    another policy shows what unknown acceptance costs. It is not an upper bound; one is in
+    benchmarks/papers/bounds.py."""
 
     def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, trial: Drafter):
-        """Create a policy that tries the drafts of ``trial``, whose clock is not that of the
-        simulation.
+        """Create a policy. ``trial`` is a drafter with a separate clock, so that trying it takes no
+        time in the simulation.
         """
         self.library = library
         self.config = config
@@ -284,8 +296,8 @@ class OraclePolicy(Policy):
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
     ) -> Plan:
-        """Return the shape with the most committed tokens per second in trials of this step's
-        drafting.
+        """Return the depth and width that commit the most tokens per second when this step's
+        drafting is tried with every width.
         """
         max_depth = max_useful_depth(requests, self.config.max_depth)
         if not max_depth:
@@ -297,7 +309,7 @@ class OraclePolicy(Policy):
     def _best_depth(
         self, requests: Sequence[Request], max_depth: int, width: int
     ) -> tuple[float, Plan]:
-        """Return the best plan of one width, and its committed tokens per second."""
+        """Return the committed tokens per second of the best plan of this width, and that plan."""
         num_requests = len(requests)
         num_keys = sum(len(request.tokens) for request in requests)
         trees = self._trial.draft(requests, Plan(max_depth, width))
@@ -322,7 +334,7 @@ class OraclePolicy(Policy):
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
     ) -> Selection:
-        """Return the candidates that will be accepted."""
+        """Select exactly the candidate nodes that will be accepted."""
         pairs = zip(requests, candidates, strict=True)
         trees = [
             tree.subtree(accepted_nodes(self.library, request, tree)) for request, tree in pairs
@@ -334,8 +346,9 @@ class AdaServeOraclePolicy(OptimalPolicy):
     """AdaServe's policy with true path probabilities: 1 for nodes that will be accepted and 0 for
     all others.
 
-    With these the paper's Algorithm 1 is optimal: as many tokens as the budget yields, after what
-    every request requires. Trees are drafted as by AdaServe.
+    With true probabilities the paper's Algorithm 1 is optimal: every request gets the tokens that
+    it requires, and the rest of the budget is spent on as many further tokens as possible. The
+    depth and width of candidate trees are AdaServe's.
     """
 
     is_wide = False
@@ -360,7 +373,9 @@ class AdaServeOraclePolicy(OptimalPolicy):
 
 
 def accepted_nodes(library: Library, request: Request, tree: TokenTree) -> IntArray:
-    """Return the nodes that will be accepted, the root first.  -> [num_accepted + 1] int64"""
+    """Return the nodes of a draft tree that will be accepted, the root first.  ->
+    [num_accepted + 1] int64
+    """
     nodes = [ROOT]
     while len(nodes) < request.num_left:
         position = request.num_emitted + len(nodes) - 1

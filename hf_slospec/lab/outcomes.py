@@ -32,19 +32,19 @@ class Outcome:
     decode_begun_s: float  # beginning of the first decode step
     finish_s: float
     steps: int  # verify steps after the prefill
-    drafted: int  # nodes verified, roots not counted
-    accepted: int  # drafted nodes that were committed
+    drafted: int  # draft nodes that were verified, roots not counted
+    accepted: int  # draft nodes that were committed
     guaranteed: bool
     preempted: int  # times the request was preempted
-    reroutes: int  # replicas that refused to guarantee its SLOs
+    reroutes: int  # number of replicas that refused to guarantee its SLOs
     tpot_s: float | None  # measured
     ttft_s: float
     worst_tpot_s: float | None  # maximum over any 10 consecutive tokens
     attained: bool | None  # by the definition of RequestMetrics
-    window_guarantee: float | None  # probability with which windows_kept was guaranteed
+    window_guarantee: float | None  # probability that was guaranteed for windows_kept
     windows_kept: bool | None  # every window of 10 tokens met the TPOT SLO
     think_tokens: int  # output tokens before the answer, whose SLO is tpot_slo_s
-    reused: int  # tokens of the prompt whose K/V was kept
+    reused: int  # prompt tokens whose K/V was cached
 
     @classmethod
     def of(
@@ -82,8 +82,8 @@ def attained(outcome: Outcome) -> bool | None:
 def adaserve_attained(outcome: Outcome) -> bool | None:
     """Return whether (finish - first decode iteration) / tokens is within the TPOT SLO (AdaServe).
 
-    Queueing and prefill do not count. It knows no stages: requests with several are judged by
-    :func:`attained`."""
+    Queueing and prefill do not count. AdaServe has no SLO stages: requests with a thinking stage
+    are judged by :func:`attained`."""
     if outcome.think_tokens:
         return outcome.attained
     if outcome.tpot_slo_s is None:
@@ -120,7 +120,7 @@ METRICS: dict[str, Metric] = {
 
 @dataclass
 class Totals:
-    """Sums over the decoding steps of a run; number and seconds of steps that only prefill."""
+    """Sums over the decode steps of a run, and number and seconds of steps that only prefill."""
 
     num_steps: int = 0
     num_prefills: int = 0
@@ -133,7 +133,6 @@ class Totals:
     phases: PhaseTimes = field(default_factory=PhaseTimes)
 
     def add(self, event: StepEvent) -> None:
-        """Add a step."""
         if event.is_prefill:
             self.num_prefills += 1
             self.prefill_s += event.phases.total_s
@@ -157,7 +156,7 @@ class Run:
     not_guaranteed: int  # requests whose SLOs no replica guaranteed
 
     def summary(self, metric: Metric = attained) -> dict[str, Any]:
-        """Return the figures of the whole load and, under ``kinds``, those of its classes."""
+        """Return the figures of the whole load and, under ``kinds``, of each class of requests."""
         kinds = sorted({outcome.kind for outcome in self.outcomes})
         totals = self.totals
         steps = max(self.totals.num_steps, 1)
@@ -218,8 +217,9 @@ def write_requests(runs: Sequence[tuple[str, Run]], metric: Metric, path: Path) 
     """Write a line of CSV for every request of every run.
 
     Args:
-        runs: each run with the label of its load.
-        metric: metric of the column ``attained``.
+        runs: pairs of a load's label and a run under this load.
+        metric: definition of attainment for the column ``attained``.
+        path: the CSV file, which is overwritten.
     """
     names = [field.name for field in fields(Outcome)]
     with path.open("w", newline="", encoding="utf-8") as file:

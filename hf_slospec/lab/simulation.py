@@ -1,5 +1,7 @@
 """Simulation of a load: the real engine, scheduler and policy on simulated models and a virtual
 clock.
+
+The simulated models are in models.py, the loads in workload.py and the texts in texts.py.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.load import ReplicaLoad, load_of, need_of
 
-# Takes texts, costs, clock and seed
+# Makes a drafter from the texts, the latencies, the replica's clock and a seed
 NewDrafter = Callable[[Library, Hardware, VirtualClock, int], Drafter]
 
 MAX_REPLICAS = 1000
@@ -44,7 +46,7 @@ MAX_REPLICAS = 1000
 
 @dataclass
 class _RoutedRequest:
-    """A request and the replica that serves it."""
+    """A request of the load, and the replica that it was sent to."""
 
     request: Request
     job: Job
@@ -54,10 +56,11 @@ class _RoutedRequest:
 
 
 class Replica:
-    """One engine with hardware and clock.
+    """One simulated engine with its latencies and its virtual clock.
 
-    A step is simulated at once, so the clock of a busy replica is at the end of its current step,
-    ahead of the simulation. Requests that arrive meanwhile are admitted at that time.
+    :meth:`step` simulates a whole step at once. The clock of a busy replica is therefore at the end
+    of its current step, while other replicas and arrivals are still at earlier times. Requests that
+    arrive during the step are admitted at its end.
     """
 
     def __init__(
@@ -88,14 +91,14 @@ class Replica:
         else:
             config = config.model_copy(update={"kv_tokens": kv_tokens})
             policy = new_policy(config, costs, SpeculationHistory(config), make_policy)
-            # Tokens are ranks, so every id is known.
+            # A simulated token id is a rank, not an index into a vocabulary, so any id is valid.
             checks = Checks(max_nodes, sys.maxsize, has_user_policy=make_policy is not None)
         target = SimulatedTarget(library, hardware, self.clock, kv_tokens, continued)
         drafter = new_drafter(library, hardware, self.clock, seed)
         parts = EngineParts(target, drafter, policy, costs, self.clock, checks=checks)
         self.engine = new_engine(config, parts, limits)
         self.scheduler = self.engine.scheduler
-        # Before and after the latest step
+        # Loads before and after the latest step, for load()
         self._reported = self._next_report = load_of(self.scheduler)
 
     @property
@@ -104,8 +107,8 @@ class Replica:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def load(self, now_s: float) -> ReplicaLoad:
-        """Return the load that a router knows: after the last finished step, plus the requests sent
-        since.
+        """Return the load that a router knows at ``now_s``: after the last step that had ended by
+        then, plus the requests sent since.
         """
         return self._next_report if now_s >= self.clock.now_s else self._reported
 
@@ -115,8 +118,9 @@ class Replica:
         Args:
             request: the request.
             now_s: time of the virtual clock.
-            may_refuse: queue it only if its SLOs are guaranteed, which is decided at the end of the
-                current step. The router learns of a refusal then.
+            may_refuse: queue the request only if the scheduler can guarantee its SLOs. This is
+                decided at the end of the current step, which is when the router learns of a
+                refusal.
 
         Returns:
             Time of the refusal in seconds; None if the request was queued.
@@ -144,7 +148,9 @@ class Replica:
         return event
 
     def report(self) -> None:
-        """Publish the load after a step; until it ends, the router knows the load before it."""
+        """Publish the load after :meth:`step`. Until the virtual time at which the step ends,
+        :meth:`load` returns the load before it.
+        """
         self._reported = self._next_report
         self._next_report = load_of(self.scheduler)
 
@@ -153,10 +159,16 @@ class Simulation:
     """Simulation of a load on one or several replicas of a system; deterministic for a given seed.
 
     Args:
-        library: the texts of the requests, in order.
+        jobs: the requests of the load.
+        library: the texts of the requests, in the order of ``jobs``.
+        hardware: latencies of the models, the same for all replicas.
+        config: settings of every replica.
+        replicas: number of engines that share the load.
         router: one of :data:`~hf_slospec.lab.systems.ROUTERS`, for several replicas.
-        oracle: use an oracle in place of the config's policy, with AdaServe's Algorithm 1 if that
-            is ``adaserve``.
+        seed: seed of the router and of the drafters.
+        oracle: replace the config's policy by one that knows which tokens will be accepted:
+            AdaServe's Algorithm 1 if the config's policy is ``adaserve``, otherwise
+            :class:`~hf_slospec.lab.models.OraclePolicy`.
         make_policy: makes a custom policy in place of the config's; its plans are limited by the
             config's ``max_depth`` and ``max_width``.
         new_clock: makes the clock of a replica, for example of a machine whose speed changes.
@@ -219,7 +231,7 @@ class Simulation:
             for index in range(replicas)
         ]
         limits = self.replicas[0].scheduler.limits
-        for index, job in enumerate(jobs):  # before the token lists are allocated
+        for index, job in enumerate(jobs):  # checked before prompts are allocated
             needed = job.input_tokens + job.max_output_tokens + limits.max_nodes
             if needed > limits.kv_tokens:
                 raise InvalidInputError(
@@ -231,10 +243,10 @@ class Simulation:
                     "request"
                 )
         self._router = router_of(router, seed)
-        # Requests that arrive after the end of another, by the other
+        # Index of a request -> indices of the requests that arrive after it has finished
         self._followers: dict[int, list[int]] = {}
         for index, job in enumerate(jobs):
-            longest = math.inf  # tokens of a prompt that continues nothing
+            longest = math.inf  # refuses `continues` without `after` below
             if job.after is not None:
                 if not 0 <= job.after < index:
                     raise InvalidInputError(
@@ -253,10 +265,10 @@ class Simulation:
         ]
 
     def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
-        """Serve the whole load.
+        """Simulate the whole load.
 
         Args:
-            system: name of the result.
+            system: name of the system in the result.
             on_end: called after each finished request.
         """
         jobs = [routed.job for routed in self._requests]
@@ -299,7 +311,7 @@ class Simulation:
         not_guaranteed = 0
         for routed in self._requests:
             request = routed.request
-            # A request that was never decoded ended with its prefill.
+            # A request without a decode step ended with the token that its prefill chose.
             begun_s = routed.decode_begun_s
             begun_s = request.stats.last_token_s if begun_s is None else begun_s
             num_refused = len(routed.refused_by)
@@ -308,7 +320,11 @@ class Simulation:
         return Run(system, tuple(outcomes), totals, not_guaranteed)
 
     def _route(self, routed: _RoutedRequest, now_s: float) -> float | None:
-        """Send a request to a replica; return the time at which it comes back refused, or None."""
+        """Send a request to the replica that the router chooses.
+
+        Returns:
+            Time at which that replica refuses the request, in seconds; None if it is queued.
+        """
         request = routed.request
         if len(self.replicas) == 1:
             return self.replicas[0].add(request, now_s)
@@ -338,8 +354,9 @@ def _request(index: int, job: Job) -> Request:
 
 
 def _stages(job: Job) -> tuple[Stage, ...]:
-    """Return the stages of a request; the scheduler does not know where the marker between two will
-    come.
+    """Return the SLO stages of a request: thinking and answer, or the answer only.
+
+    As with real models, the scheduler does not know in advance how many tokens thinking takes.
     """
     if not job.think_tokens:
         return (Stage(job.tpot_slo_s),)

@@ -1,4 +1,6 @@
-"""Serving systems by name: settings of policy, admission and prefill."""
+"""Serving systems by name (settings of policy, admission and prefill), and routers, which send
+requests to replicas.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ UNCHUNKED: dict[str, Any] = dict(
 CHUNKED: dict[str, Any] = dict(
     admission="fcfs", prefill="chunked", prefill_chunk=2048, max_batch=256
 )
-# B = 256 reproduces the paper's figure 8 under the simulator's latencies; the artifact has 512, see
-# docs/papers.md.
+# token_budget, the paper's B: 256 reproduces its figure 8 under the simulator's latencies; the
+# released code has 512, see docs/papers.md.
 ADASERVE: dict[str, Any] = dict(
     policy="adaserve", max_depth=8, max_width=3, token_budget=256, draft_budget=96,
     admission="fcfs", prefill="first", prefill_chunk=1024, max_batch=64,
 )  # fmt: skip
 
-# Their policies need the texts, so no config can name them
+# Oracles: their policies know the texts, so no SLOSpecConfig can name them
 ORACLE = "oracle"
 ADASERVE_ORACLE = "adaserve-oracle"
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -50,7 +52,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         name: dict(policy=name, max_depth=8, max_width=1, **UNCHUNKED)
         for name in ("smartspec", "turbospec", "adaspec")
     },
-    # The paper's TPOT SLOs are those of every window of ten tokens.
+    # guarantee: the paper's TPOT SLOs apply to every window of ten tokens.
     "slos-serve": dict(
         policy="slos-serve", max_depth=8, max_width=1, admission="slo", guarantee=0.9
     ),
@@ -58,8 +60,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 def config_of(system: str) -> SLOSpecConfig:
-    """Return the config of a name, of a name with other settings (``auto {"max_depth": 4}``), or of
-    settings alone.
+    """Return the config of a system, given as a name, as a name with settings that override the
+    system's (``auto {"max_depth": 4}``), or as settings alone.
 
     Raises:
         InvalidInputError: there is no such system, or the settings are invalid.
@@ -95,14 +97,14 @@ class Arrival:
     request: Request
     need: Need
     loads: Sequence[ReplicaLoad]  # as reported by each replica
-    refused_by: Sequence[int]  # indices of replicas
+    refused_by: Sequence[int]  # indices of replicas that did not guarantee its SLOs
     schedulers: Sequence[ContinuousScheduler]  # for the oracle only
     now_s: float
 
 
 @dataclass(frozen=True)
 class Destination:
-    """The replica that a request is sent to."""
+    """The replica that a router sends a request to."""
 
     replica: int
     # The replica may return the request to the router instead of guaranteeing its SLOs
@@ -110,13 +112,17 @@ class Destination:
 
 
 Router = Callable[[Arrival], Destination]
-MAX_HOPS = 3  # from one replica to the next; the paper, with up to four replicas, does not say
-# Goes to the replica with the fewest unfinished requests, then the least prefill
+# Times that a refused request is sent on to the next replica; SLOs-Serve's paper, which has up to
+# four replicas, gives no number.
+MAX_HOPS = 3
+# Need of a request without SLOs: ranked() sorts replicas by unfinished requests, then by prefill
 WITHOUT_SLO = Need(0, 0)
 
 
 def by_guarantees(arrival: Arrival) -> Destination:
-    """Return the best replica that has not refused the request; if all have, the least loaded."""
+    """Return the best-ranked replica that has not refused the request; for a request without SLOs,
+    or if all replicas have refused it, the least loaded one.
+    """
     if not arrival.need.has_slo or len(arrival.refused_by) == len(arrival.loads):
         return Destination(ranked(arrival.loads, WITHOUT_SLO)[0])
     order = ranked(arrival.loads, arrival.need)
@@ -126,11 +132,11 @@ def by_guarantees(arrival: Arrival) -> Destination:
 
 
 def sequential(seed: int) -> Router:
-    """Return SLOs-Serve's router: each replica in turn, and from one that refuses a request to the
-    next.
+    """Return SLOs-Serve's router: requests go to the replicas in turn, and a refused request moves
+    on to the next replica.
 
-    A request that has moved on :data:`MAX_HOPS` times, or that all have refused, stays at the last
-    one as best effort."""
+    A request that has moved on :data:`MAX_HOPS` times, or that all replicas have refused, stays at
+    the last one as best effort."""
     number = itertools.count()
 
     def choose(arrival: Arrival) -> Destination:
@@ -145,10 +151,11 @@ def sequential(seed: int) -> Router:
 
 
 def by_full_knowledge(arrival: Arrival) -> Destination:
-    """Return the replica where the request brings all requests least closer to missing their SLOs.
+    """Return the replica whose requests the new request endangers least: the sum of (expected time
+    / SLO) ** POWER over all SLOs of its requests rises least.
 
-    In addition to reports, the current state of every replica is used, and the progress and output
-    length of every request.
+    Besides the reported loads, this uses the current state of every replica, and the progress and
+    output length of every request.
     """
     costs = [
         _closeness(arrival, index, True) - _closeness(arrival, index, False)
@@ -158,7 +165,9 @@ def by_full_knowledge(arrival: Arrival) -> Destination:
 
 
 def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
-    """Return the sum of (expected time / SLO) ** POWER over a replica's requests and their SLOs."""
+    """Return the sum of (expected time / SLO) ** POWER over all SLOs of a replica's requests,
+    including the arriving request if ``is_added``.
+    """
     scheduler = arrival.schedulers[index]
     load = arrival.loads[index]
     requests = [*scheduler.running, *scheduler.waiting, *([arrival.request] if is_added else [])]
@@ -181,7 +190,7 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
 
 
 def round_robin(seed: int) -> Router:
-    """Return a router to each replica in turn."""
+    """Return a router that sends requests to the replicas in turn."""
     number = itertools.count()
     return lambda arrival: Destination(next(number) % len(arrival.loads))
 
@@ -192,7 +201,7 @@ def by_shortest_queue(arrival: Arrival) -> Destination:
 
 
 def power_of_two(seed: int) -> Router:
-    """Return a router to the one of two random replicas with fewer unfinished requests."""
+    """Return a router that draws two replicas and takes the one with fewer unfinished requests."""
     rng = np.random.default_rng([seed, 2])
 
     def choose(arrival: Arrival) -> Destination:
@@ -203,7 +212,7 @@ def power_of_two(seed: int) -> Router:
 
 
 OURS = "guarantees"
-ROUTERS: dict[str, Callable[[int], Router]] = {  # functions of a seed
+ROUTERS: dict[str, Callable[[int], Router]] = {  # name -> function from a seed to a router
     OURS: lambda seed: by_guarantees,
     "shortest-queue": lambda seed: by_shortest_queue,
     "power-of-two": power_of_two,
@@ -217,7 +226,7 @@ def router_of(name: str, seed: int) -> Router:
     """Return a router by its name.
 
     Raises:
-        InvalidInputError: there is none of this name.
+        InvalidInputError: there is no router of this name.
     """
     if name not in ROUTERS:
         raise InvalidInputError(f"unknown router {name!r}; known are: {', '.join(ROUTERS)}")

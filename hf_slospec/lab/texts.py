@@ -1,5 +1,5 @@
-"""Outputs of simulated targets with the draft's probabilities, synthetic or recorded from real
-runs.
+"""Output texts of the simulated target, with the draft's probabilities at every token: synthetic,
+or recorded from real runs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hf_slospec.lab.files import read_json, validated
 from hf_slospec.tree.tree import FloatArray, IntArray
 
 NUM_CHILDREN = 4  # default number of children per position of synthetic texts
-# Standard deviation of log-probability changes at which the distance reaches its maximum
+# Largest standard deviation of log-probability changes that is tried to reach a distance
 MAX_SCALE = 50.0
-NUM_REST = 28  # tokens besides the children, if the draft's probabilities differ from the target's
+# Number of tokens besides the children that texts with a distance or coupled drafting have
+NUM_REST = 28
 
 
 @dataclass(frozen=True)
 class SimulatedText:
     """Output of one request.
 
-    A token is identified by its rank among the draft's candidates for its position: token ``j`` is
-    the draft's ``j``-th most probable one, token ``num_children`` is one that the draft does not
-    propose."""
+    Token ids are ranks among the draft's candidates for the position: id 0 is the draft's most
+    probable token, and id ``num_children`` is any token that the draft does not propose."""
 
     # [length, num_children] f64, probabilities of the draft's candidates, descending
     child_probs: FloatArray
@@ -54,9 +54,9 @@ class TextModel(InputModel):
     Further choices share the remaining probability. The target's token is drawn with these
     probabilities, so a draft of ``sharpness`` 1 is calibrated.
 
-    With a ``distance`` these are the target's probabilities, ``NUM_REST`` more tokens share the
-    rest, and the draft's are log-normal around them. With ``coupled`` the draft ranks its tokens
-    with the noise that the target samples with.
+    With a ``distance`` these probabilities are the target's, ``NUM_REST`` more tokens share the
+    probability that is left, and the draft's probabilities are log-normal around the target's. With
+    ``coupled`` the draft ranks its tokens with the noise that the target samples with.
 
     Args:
         acceptance: mean probability that the target chooses the draft's first choice.
@@ -104,8 +104,12 @@ class TextModel(InputModel):
         return SimulatedText(*_sorted_by_prob(self._reported(probs), drawn.sum(axis=1)))
 
     def _drawn_by_noise(self, rng: np.random.Generator, probs: FloatArray) -> SimulatedText:
-        """Return a text from the target's probabilities, [length, num_children] f64, and a draft at
-        a distance.
+        """Return a text that is drawn from the target's probabilities ``probs``, with draft
+        probabilities at :attr:`distance` from them.
+
+        Args:
+            rng: draws the draft's probabilities and the text.
+            probs: [length, num_children] f64.
         """
         rest = np.maximum(1.0 - probs.sum(axis=1, keepdims=True), 0.0)
         target = np.concatenate((probs, np.repeat(rest / NUM_REST, NUM_REST, axis=1)), axis=1)
@@ -133,7 +137,7 @@ def _at_distance(probs: FloatArray, change: FloatArray, distance: float) -> Floa
     Args:
         probs: [length, num_tokens] f64.
         change: [length, num_tokens] f64.
-        distance: mean over positions.
+        distance: mean total variation distance over all positions.
     """
     low = 0.0
     high = MAX_SCALE
@@ -187,7 +191,7 @@ class Library:
 
     @property
     def num_children(self) -> int:
-        """Children of every position."""
+        """Number of draft candidates at every position."""
         return int(self.child_probs.shape[1])
 
     @cached_property

@@ -14,7 +14,7 @@ from hf_slospec.tree.tree import FloatArray
 
 @dataclass(frozen=True)
 class Job:
-    """One request of a load."""
+    """One request of a simulated load: its arrival, lengths and SLOs."""
 
     arrival_s: float
     input_tokens: int
@@ -23,20 +23,21 @@ class Job:
     ttft_slo_s: float | None = None
     kind: str = "all"  # class of the request, for tables and plots
     priority: int = 0
-    max_new_tokens: int | None = None  # limit that the scheduler knows; None: output_tokens
-    is_sampled: bool = True  # the text was sampled, like synthetic texts, not decoded greedily
-    # Index of a request; this one arrives ``arrival_s`` seconds after its end
+    # Limit for which the scheduler reserves K/V slots; None: output_tokens
+    max_new_tokens: int | None = None
+    is_sampled: bool = True  # the target samples, as in synthetic texts; False: greedy decoding
+    # Index of an earlier request; this one arrives ``arrival_s`` seconds after that one finished
     after: int | None = None
-    # The prompt begins with that request's prompt and output, whose K/V may still be kept
+    # The prompt begins with prompt and output of request ``after``, whose K/V is reused if cached
     continues: bool = False
-    # First output tokens, up to a marker; the others are the answer, with the SLOs above
+    # Output tokens before the answer; ``tpot_slo_s`` applies to the answer only
     think_tokens: int = 0
     think_tpot_slo_s: float | None = None
-    answer_ttft_slo_s: float | None = None  # seconds from the marker to the answer's first token
+    answer_ttft_slo_s: float | None = None  # seconds from the end of thinking to the next token
 
     @property
     def max_output_tokens(self) -> int:
-        """Output tokens that the scheduler reserves."""
+        """Output tokens for which the scheduler reserves K/V slots."""
         return max(self.max_new_tokens or 0, self.output_tokens)
 
 
@@ -62,7 +63,7 @@ def gamma(rng: np.random.Generator, rate: float, number: int, variation: float) 
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), number))
 
 
-# Mean seconds at the high and at the low rate, and the low rate as a share of the high one
+# For on_off(): mean seconds at the high rate and at the low rate, and low rate / high rate
 ON_S = 10.0
 OFF_S = 20.0
 LOW = 0.2
@@ -90,7 +91,7 @@ def on_off(rng: np.random.Generator, rate: float, number: int) -> FloatArray:
 MAX_TIME_S = 1e10  # limit of the virtual clock, beyond which f64 seconds do not resolve a step
 ARRIVALS = ("poisson", "gamma", "on-off")
 MAX_REQUESTS = 1_000_000
-MAX_SPAN_S = 1e7  # from the first arrival to the last
+MAX_SPAN_S = 1e7  # maximum seconds from the first arrival to the last
 MIN_VARIATION = 0.01
 MAX_VARIATION = 100.0
 
@@ -168,10 +169,10 @@ class Kind:
     output: Length
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
-    # Without ttft_slo_s: TTFT SLO as a multiple of the prompt's prefill time alone
+    # TTFT SLO / prefill time of the prompt on an idle engine; ignored if ttft_slo_s is set
     ttft_slowdown: float | None = None
     priority: int = 0
-    think: Length | None = None  # tokens before those of ``output``, up to a marker
+    think: Length | None = None  # thinking tokens, before those of ``output``; None: no thinking
     think_tpot_slo_s: float | None = None
     answer_ttft_slo_s: float | None = None
 
@@ -185,8 +186,9 @@ def _slos_serve(
 
 
 # Statistics of the papers' data sets (SLOs-Serve, table 4; AdaServe, section 6; the Azure LLM
-# traces). SLOs-Serve: TTFT SLO as a multiple of the prefill alone and TPOT SLO in seconds; then
-# mean, standard deviation and maximum of the prompt's tokens, and of the output's.
+# traces). SLOs-Serve: TTFT SLO / prefill time of the prompt, TPOT SLO in seconds; then mean,
+# standard deviation and maximum of the prompt tokens, and of the output tokens. AdaServe: share of
+# the requests, prompt tokens, TPOT SLO in seconds.
 SLOS_SERVE = {
     "chatbot": (5.0, 0.1, 763, 424, 1591, 266, 160, 619),
     "coder": (5.0, 0.05, 847, 617, 2010, 26, 47, 232),
@@ -237,9 +239,11 @@ def jobs_of(
     """Return requests of a mix with random classes and lengths.
 
     Args:
+        mix: classes of requests, drawn in proportion to their shares.
         times_s: [num_requests] f64, arrival times.
-        prompt_s: returns the prefill seconds of a prompt alone by its tokens; ``ttft_slowdown``
-            multiplies them.
+        rng: draws classes and lengths.
+        prompt_s: takes a prompt's number of tokens, returns the seconds of its prefill on an idle
+            engine. A TTFT SLO given as ``ttft_slowdown`` is a multiple of them.
     """
     shares = np.array([kind.share for kind in mix])
     jobs = []
@@ -278,16 +282,18 @@ def in_rounds(
     prompt_s: Callable[[int], float],
     pause_s: float | None = None,
 ) -> list[Job]:
-    """Return requests in several rounds, one after the other: calls of tools, then the given
-    request, the answer.
+    """Return requests of agents: each answer is preceded by a random number of tool calls, which
+    are requests, too. Each request arrives after the one before it has finished.
 
     Args:
-        call: lengths and SLOs of the calls.
-        rounds: mean and standard deviation of a request's rounds.
+        answers: the last requests of the agents.
+        call: lengths and SLOs of the tool calls.
+        rounds: mean and standard deviation of the number of requests per agent, answer included.
+        rng: draws lengths, numbers of requests and pauses.
         prompt_s: as for :func:`jobs_of`.
-        pause_s: mean seconds that a tool takes, exponentially distributed. Each round then
-            continues the one before with its own input appended. None: rounds share no text, and
-            tools take no time.
+        pause_s: mean seconds that a tool takes, exponentially distributed. A prompt then begins
+            with prompt and output of the agent's previous request. None: tools take no time, and
+            the requests share no text.
     """
     jobs: list[Job] = []
     for answer in answers:
@@ -317,7 +323,7 @@ def mix_of(name: str) -> tuple[Kind, ...]:
     """Return the mix of :data:`MIXES` with this name.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: there is no mix of this name.
     """
     if name not in MIXES:
         raise InvalidInputError(f"unknown mix {name!r}; known are: {', '.join(MIXES)}")

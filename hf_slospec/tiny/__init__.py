@@ -1,3 +1,4 @@
-"""The embedded pair of models, its inflation to larger sizes, and the loading of models for
-commands.
+"""The embedded pair of small models, and its inflation to larger sizes.
+
+Commands load models by ``hf_slospec.server.loading``.
 """

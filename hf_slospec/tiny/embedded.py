@@ -35,15 +35,16 @@ def load_tiny_pair(
 
 
 def load_tiny_drafter(kind: str, target: LlamaForCausalLM) -> DraftMethod:
-    """Return a trained head of the embedded target, to be given as ``drafter=``, without a
-    download.
+    """Return the embedded target's trained EAGLE-3 head or MTP layer, to be passed as ``drafter=``.
+
+    It is part of the package, so nothing is downloaded.
 
     Args:
         kind: ``"eagle3"`` or ``"mtp"``.
         target: the embedded target, or an inflated one (the commands' ``--size``).
 
     Raises:
-        InvalidInputError: there is no such head.
+        InvalidInputError: ``kind`` is neither of them.
     """
     from hf_slospec.heads.loading import load_head
     from hf_slospec.tiny.inflate import inflate_head

@@ -1,8 +1,8 @@
 """Function-preserving inflation: a model of larger size with the same outputs.
 
 Additional hidden channels are exactly zero; additional heads, MLP neurons and layers contribute
-exactly zero, and additional ids never win. They are computed like all others, so that texts and
-acceptance are real while time and memory are those of the larger shape.
+exactly zero, and additional token ids are never chosen. All of them are computed, so that texts and
+acceptance are those of the small model while time and memory are those of the larger shape.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def inflate_head(
 
 
 def _check_holds(shape: Any, old: Any, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError if a :class:`Shape` without None cannot hold a model with this config
-    and dtype.
+    """Raise InvalidInputError if a model with this config and dtype cannot be inflated to
+    ``shape``, a :class:`Shape` without None.
     """
     num_heads = shape.num_attention_heads
     num_kv_heads = shape.num_key_value_heads
@@ -153,22 +153,22 @@ def _fill(
         placement.fill(name, parameter, sources.get(name, sources.get(shared)), generator)
 
 
-# One hidden channel separates the additional ids from the others. It has this value at every token,
-# which is too small to change a norm, and only the output reads it.
+# One hidden channel tells the output layer to exclude the additional token ids. It has this value
+# at every token, which is too small to change a norm, and only the output layer reads it.
 DELTA = 2.0**-13
-NEVER = -(2.0**32)  # weight of the additional ids for that channel; beyond the range of fp16
+NEVER = -(2.0**32)  # weight of that channel in logits of additional ids; beyond fp16's range
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Configs of a Llama, or of a head with Llama's layers, before and after inflation."""
+    """Placement of the weights of a Llama, or of a head with Llama's layers, in a larger model."""
 
     old: Any
     larger: Any
 
     @property
     def factor(self) -> int:
-        """Larger hidden size / hidden size."""
+        """Larger hidden size / old hidden size."""
         return int(self.larger.hidden_size // self.old.hidden_size)
 
     def fill(
@@ -207,8 +207,8 @@ class Placement:
             scale = self.factor**-0.5
         elif ".q_proj." in name:
             rows = self._channels(is_query=True).to(device)
-            # The channels of a larger head between the old ones add nothing to its scores, whose
-            # scale is smaller.
+            # Zeros in the additional query channels add nothing to the attention scores. Scores
+            # are divided by the root of the head size, which ``scale`` compensates.
             used = rows.view(self.old.num_attention_heads, -1)[:, 0] // self.larger.head_dim
             parameter.unflatten(0, (self.larger.num_attention_heads, -1))[used] = 0.0
             scale = (self.larger.head_dim // self.old.head_dim) ** 0.5
@@ -220,7 +220,7 @@ class Placement:
         columns = torch.arange(source.shape[-1], device=device)
         if ".o_proj." in name:
             columns = self._channels(is_query=True).to(device)
-        elif ".down_proj." not in name:  # reads hidden states, one of them, or several concatenated
+        elif ".down_proj." not in name:  # its input is one hidden state, or several concatenated
             block = columns // self.old.hidden_size
             columns = columns + block * (self.factor - 1) * self.old.hidden_size
         if source.dim() == 1:
@@ -229,7 +229,7 @@ class Placement:
             parameter[rows[:, None], columns] = source * scale
 
     def _channels(self, is_query: bool) -> torch.Tensor:
-        """Return the indices of all heads' channels among the larger ones.  -> [num_heads *
+        """Return the index in the larger model of every channel of the old heads.  -> [num_heads *
         head_dim] int64
 
         Rotary embeddings turn channel pairs (i, i + head_dim / 2) by the frequency theta ** (-2i /
@@ -249,7 +249,7 @@ class Placement:
         return positions.flatten()
 
     def _exclude(self, name: str, module: str, parameter: torch.Tensor) -> None:
-        """Give the additional ids very low logits, by the first additional hidden channel."""
+        """Set weights of the first additional channel that give additional ids very low logits."""
         channel = self.old.hidden_size
         if module in ("embed_tokens", "lm_head"):
             parameter[: self.old.vocab_size, channel] = DELTA if module == "embed_tokens" else 0.0

@@ -14,7 +14,7 @@ class Shape(NamedTuple):
     # None: scaled with the hidden size, as are the K/V heads.
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
-    head_dim: int | None = None  # None: as in the embedded target; so for the following
+    head_dim: int | None = None  # None: as in the embedded target, also for the fields below
     vocab_size: int | None = None
     tie_word_embeddings: bool | None = None
 

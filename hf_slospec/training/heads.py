@@ -1,4 +1,4 @@
-"""Heads to train, and their files."""
+"""Creation of the heads that are trained, and writing of their checkpoints."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Student = Eagle3Head | MtpHead | DSparkHead
 
 
 def new_head(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> Student:
-    """Return a head that starts from the target's final norm and, where it has logits of its own,
-    output rows.
+    """Return an untrained head. Its final norm and, if it has an output layer, the rows of that
+    layer are copies of the target's.
 
     Args:
         options: the kind, draft vocabulary and seed.
         target: the model to draft for.
-        counts: [vocab] int64, of the tokens in the texts.
+        counts: [vocab] int64, number of occurrences of each token in the texts.
 
     Raises:
-        UnsupportedModelError: there is no such head for this target.
+        UnsupportedModelError: a head of this kind cannot be made for the target.
     """
     torch.manual_seed(options.seed)
     head: Any = _mtp(target) if options.kind == "mtp" else _reading_layers(options, target, counts)
@@ -64,7 +64,7 @@ def _mtp(target: PreTrainedModel) -> MtpHead:
 def _reading_layers(
     options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor
 ) -> Eagle3Head | DSparkHead:
-    """Return a head that reads several layers of the target."""
+    """Return an EAGLE-3 or DSpark head, which reads hidden states of several target layers."""
     size = hidden_size_of(target)
     vocab = vocab_size(target)
     layers = default_feature_layers(num_layers_of(target))
@@ -92,8 +92,8 @@ def _reading_layers(
             head.set_vocabulary(frequent.to(input_device(target)))
             head.lm_head.weight.copy_(output.weight[frequent.to(output.weight.device)])
         if (norm := getattr(target.get_decoder(), "norm", None)) is not None:
-            # An RMS norm of ones gives its weights, in whatever form the target's class stores
-            # them.
+            # Applied to ones, an RMS norm returns its weights, in whatever form the target's class
+            # stores them.
             head.norm.weight.copy_(
                 norm(torch.ones(1, size, dtype=target.dtype, device=input_device(target)))[0]
             )
@@ -132,8 +132,8 @@ def _config_of_block(
 
 
 def _sizes(target: PreTrainedModel) -> dict[str, Any]:
-    """Return the config of a layer of the target's size; fields that the target lacks are Llama's
-    defaults.
+    """Return config fields of a decoder layer with the target's sizes; fields that the target's
+    config lacks get Llama's defaults.
     """
     config: Any = target.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -158,8 +158,8 @@ def _sizes(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def write_head(head: Student, target: PreTrainedModel, options: TrainingOptions) -> None:
-    """Write a head to the folder of the options, config.json and model.safetensors, in bf16;
-    replaces older ones.
+    """Write config.json and model.safetensors (bf16) of a head to ``options.out``; older files are
+    replaced.
     """
     tensors = {
         name: tensor.detach().to("cpu", WRITTEN_DTYPE).contiguous()
@@ -232,11 +232,11 @@ def _speculators_config(
 
 
 def _sglang_config(head: Any, layer: dict[str, Any]) -> dict[str, Any]:
-    # Layers by number, whose outputs are read
+    # Hidden state i is the output of layer i - 1, counted from 0.
     layers = [layer - 1 for layer in head.feature_layers]
     return layer | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        # Without one, SGLang takes the target's output layer.
+        # None: SGLang uses the target's output layer.
         "draft_vocab_size": None if head.target_ids is None else head.settings.draft_vocab_size,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }

@@ -1,5 +1,6 @@
-"""Options of the training of drafters. Imports no torch, as the help of the command is made from
-them.
+"""Options of ``hf_slospec train-drafter``.
+
+This module imports no torch, so that the command's help, which is made from it, appears at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pydantic import Field, model_validator
 
 from hf_slospec.errors import InputModel, InvalidInputError
 
-# Without effect on the drafter; files count by their content
+# Options that may change when a training is resumed, as they have no effect on the drafter. Of data
+# and exclude, the contents are compared instead of the paths.
 WITHOUT_EFFECT = {
     "out",
     "data",
@@ -25,7 +27,8 @@ class TrainingOptions(InputModel):
     """Options of the training of a drafter.
 
     Raises:
-        InvalidInputError: they do not fit together; the message has the names of the command line.
+        InvalidInputError: a value is out of range, or two options exclude each other; the message
+            has their names on the command line.
     """
 
     kind: Literal["eagle3", "dspark", "mtp"] = Field(

@@ -1,6 +1,4 @@
-"""The run of a training: texts, steps, evaluations, checkpoints; a run goes on where it was
-interrupted.
-"""
+"""Training of a drafter: texts, optimizer steps, evaluations, and checkpoints to resume from."""
 
 from __future__ import annotations
 
@@ -37,33 +35,29 @@ from hf_slospec.training.texts import (
 )
 from hf_slospec.training.unrolling import STRIDE, loss_of, tokens_per_step
 
-# Powers 1, 3 and 5 in the iteration that makes singular values equal
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)
+# Coefficients of powers 1, 3 and 5 in the Newton-Schulz iteration that orthogonalizes a matrix
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (https://kellerjordan.github.io/posts/muon/), as in torch 2.9, with whose checkpoints it
-    goes on.
+    """Muon (https://kellerjordan.github.io/posts/muon/), as in torch 2.9, whose checkpoints it
+    can load.
 
     ``torch.optim.Muon`` computes in bf16 on all devices, which takes many times as long as f32 on
-    CPUs without instructions for it. This one does so on GPUs only.
+    CPUs without bf16 instructions. This class computes in bf16 on GPUs only.
     """
 
     def __init__(
         self, matrices: Iterable[torch.Tensor], lr: float, weight_decay: float, momentum: float
     ):
-        """Make an optimizer of parameters of two dimensions."""
+        """Create an optimizer of matrices: parameters with two dimensions."""
         super().__init__(matrices, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Change all parameters by their gradients, with Nesterov momentum."""
+        """Update all parameters from their gradients, with Nesterov momentum."""
         assert closure is None
         for group in self.param_groups:
             lr = float(group["lr"])
@@ -101,11 +95,11 @@ FOLDER = "training"
 SETTINGS = "settings.json"
 CHECKPOINT = "checkpoint-"
 PROGRESS = "progress.json"
-PER_TOKEN = ("lm_head.", "markov_head.")  # modules whose matrices have a row per token
-# learning rates of Muon and AdamW
+PER_TOKEN = ("lm_head.", "markov_head.")  # weights with a row per vocabulary entry
+# Learning rates of Muon (matrices) and AdamW (other parameters)
 MATRICES_RATE = 0.02
 OTHERS_RATE = 3e-3
-# shares of the steps
+# Shares of the steps in which learning rates rise at the beginning and fall at the end
 WARM_UP = 0.05
 DECAY = 0.4
 SMOOTHING = 0.95  # Weight of earlier steps in the loss that is shown.
@@ -115,12 +109,12 @@ Show = Callable[[str], None]
 
 @dataclass
 class TrainingProgress:
-    """State of a training, as a checkpoint has it."""
+    """Progress of a training, which is stored in every checkpoint."""
 
     step: int = 0
     loss: float = 0.0  # smoothed
-    best: float = 0.0  # tokens per step of the head that was written
-    num_worse: int = 0  # evaluations since then
+    best: float = 0.0  # tokens per step of the best head, which was written
+    num_worse: int = 0  # evaluations since the best one
     seconds: float = 0.0
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
@@ -128,21 +122,22 @@ class TrainingProgress:
 def train_drafter(
     options: TrainingOptions, target: PreTrainedModel, tokenizer: Any, write: Write, show: Show
 ) -> list[TrainingText] | None:
-    """Train a drafter, or go on with its training.
+    """Train a drafter, or resume its training.
 
     Args:
         options: all settings.
         target: the model to draft for, without gradients.
-        tokenizer: the target's.
-        write: continues prompts by the target.
+        tokenizer: the target's tokenizer.
+        write: lets the target continue prompts.
         show: prints a line.
 
     Returns:
-        The held-out texts if the training is finished; None if its time was over.
+        The held-out texts if the training is finished; None if ``options.minutes`` have passed.
 
     Raises:
-        InvalidInputError: the folder holds something else, or the texts cannot be used.
-        UnsupportedModelError: this target cannot be trained with.
+        InvalidInputError: the folder holds something other than this training, or the texts cannot
+            be used.
+        UnsupportedModelError: a drafter of this kind cannot be trained for the target.
     """
     begun_s = time.monotonic()
     limit_s = 60 * (options.minutes or float("inf"))
@@ -190,8 +185,8 @@ def train_drafter(
 
 
 def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> None:
-    """Make the folder of a new training, or check that the one in it has these settings and this
-    target.
+    """Create the folder of a new training, or raise InvalidInputError if the training in it has
+    other settings or another target.
     """
     files = [options.data] if options.data else []
     files += options.exclude
@@ -229,11 +224,11 @@ def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> N
 
 
 class Trainer:
-    """Trains a head with AdamW for vectors and for what has a row per token, Muon for other
-    matrices.
+    """Trains a head: AdamW updates vectors and weights with a row per vocabulary entry, Muon
+    updates all other matrices.
 
-    Rates rise, stay, and fall to zero. All that is drawn follows from seed and step, so that a run
-    that was interrupted gives the same weights.
+    Learning rates rise, stay constant, and fall to zero. Random choices depend only on seed and
+    step, so that an interrupted and resumed run gives the same weights.
     """
 
     def __init__(
@@ -254,7 +249,7 @@ class Trainer:
             target, head, training, self.folder, options.features_gb, options.levels
         )
         self.examiner = Teacher(target, head, held_out, self.folder, 0.0, options.levels)
-        # Mean tokens of a batch that count.
+        # Mean number of tokens per batch that enter the loss
         self.num_counted = (
             options.batch * sum(len(text.ids) - text.begin for text in training) / len(training)
         )
@@ -285,7 +280,7 @@ class Trainer:
         self.progress = TrainingProgress()
 
     def run(self, is_late: Callable[[], bool]) -> bool:
-        """Train until the end; return whether it was reached, as ``is_late`` may stop it before."""
+        """Train until the training is finished; return False if ``is_late`` stopped it before."""
         self._resume()
         progress = self.progress
         options = self.options
@@ -336,8 +331,9 @@ class Trainer:
         return loss.item()
 
     def _evaluate(self) -> None:
-        """Measure the acceptance of held-out texts; write the head if it is the best one that was
-        trained.
+        """Measure the tokens per step on held-out texts; write the head if it is the best so far.
+
+        The head before the first step is measured, but never written.
         """
         progress = self.progress
         options = self.options
@@ -371,7 +367,7 @@ class Trainer:
         return torch.autocast(self.teacher.device.type, torch.bfloat16, enabled=is_on)
 
     def _save(self) -> None:
-        """Write a checkpoint, then delete older ones; an interruption leaves one that is whole."""
+        """Write a checkpoint, then delete older ones; an interruption leaves a complete one."""
         name = self.folder / f"{CHECKPOINT}{self.progress.step:08d}"
         partial = self.folder / "partial"
         if name in (older := self._checkpoints()):

@@ -1,5 +1,5 @@
-"""The target as a teacher: its hidden states and probabilities for texts, computed or read from a
-disk.
+"""The target as a teacher: its hidden states and probabilities for training texts, computed or read
+from disk.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from hf_slospec.model.properties import input_device
 from hf_slospec.training.texts import TrainingText
 from hf_slospec.training.unrolling import TextBatch
 
-KEPT_DTYPE = torch.bfloat16  # Dtype of hidden states on a disk.
+KEPT_DTYPE = torch.bfloat16  # of hidden states on disk
 
 
 class Teacher:
     """Provides batches of texts with the target's hidden states that a head reads and the
     probabilities that it learns.
 
-    The states of the first texts are kept on a disk, as many as fit into the limit. They are
-    computed for each text alone, so that they do not depend on whether a run was interrupted.
+    The hidden states of the first texts are kept on disk, as many as fit into the limit. Kept
+    states are computed for one text at a time, so that they do not depend on the batch in which a
+    text first occurs, and thus not on interruptions of the training.
     """
 
     def __init__(
@@ -41,19 +42,21 @@ class Teacher:
         limit_gb: float,
         spare: int,
     ):
-        """Make a teacher.
+        """Create a teacher, and its files if states are kept on disk.
 
         Args:
-            target: the model.
-            head: its student.
-            texts: the texts that it gives, by index.
-            folder: where states are kept.
-            limit_gb: for the states of texts, in GB.
-            spare: columns behind the longest text of a batch, for levels that begin at its end.
+            target: the target model.
+            head: the head that is trained.
+            texts: the texts, whose indices :meth:`rows` takes.
+            folder: folder of the files with states.
+            limit_gb: maximum size of the states on disk, in GB; 0: none are kept.
+            spare: columns of padding after the longest text of a batch, for draft levels that
+                extend beyond its end.
 
         Raises:
             InvalidInputError: the disk has less room than the limit.
-            UnsupportedModelError: the target's logits are not those of its last hidden state.
+            UnsupportedModelError: the target's logits do not follow from its last hidden state by
+                its output layer.
         """
         self.target = target
         self.texts = texts
@@ -93,7 +96,7 @@ class Teacher:
 
     @torch.no_grad()
     def rows(self, indices: Sequence[int], with_probs: bool = True) -> TextBatch:
-        """Return texts as a batch."""
+        """Return the texts at these indices as a batch, if wanted with target probabilities."""
         texts = [self.texts[index] for index in indices]
         lengths = torch.tensor([len(text.ids) for text in texts])[:, None]
         begins = torch.tensor([text.begin for text in texts])[:, None]
@@ -110,7 +113,9 @@ class Teacher:
         )
 
     def _states(self, indices: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of all layers, concatenated.  -> [batch, length, states]"""
+        """Return the target's hidden states at :attr:`layers`, concatenated.  -> [batch, length,
+        states]
+        """
         if not any(index < len(self.kept) for index in indices):
             return self._computed(ids)
         result = torch.zeros(
@@ -145,7 +150,9 @@ class Teacher:
 
     @torch.no_grad()
     def _check(self, rows: Any) -> None:
-        """Raise UnsupportedModelError if the logits are not those of the target's own forward."""
+        """Raise UnsupportedModelError if logits computed from the last hidden state differ from
+        those of the target's forward.
+        """
         ids = torch.tensor([self.texts[0].ids[:8]])
         expected = (
             self.target(input_ids=ids.to(self.device), use_cache=False).logits[..., rows].float()

@@ -1,4 +1,4 @@
-"""Texts that drafters are trained on: a user's, and those that the target writes itself."""
+"""Texts that drafters are trained on: from a user's file, or written by the target."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from hf_slospec.errors import InvalidFileError, InvalidInputError
 from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.training.options import TrainingOptions
 
-BEGINNING = 48  # tokens of a plain text that the target continues
+BEGINNING = 48  # tokens at the beginning of a plain text, which are the prompt
 TURN = 96  # maximum tokens of a user's turn that the target writes
-# tokens of an answer, and with its prompt; shorter texts are left out
+# Minimum tokens of an answer, and of prompt and answer; shorter texts are left out
 MIN_NEW = 4
 MIN_LEN = 24
-WINDOW = 16  # batches among which texts are divided by their lengths
-MAX_EMPTY = 16  # batches in a row without a text to train on
-# characters: shorter turns exclude nothing; of longer ones, these are looked for
+WINDOW = 16  # the texts of so many batches are sorted by length, then split into batches
+MAX_EMPTY = 16  # consecutive batches without a usable text after which collect() fails
+# Characters: turns shorter than MIN_EXCLUDED exclude nothing, of longer turns the first COMPARED
+# characters are searched for
 MIN_EXCLUDED = 24
 COMPARED = 64
 KEYS = ("messages", "conversations", "turns")
@@ -34,35 +35,37 @@ SAMPLED = "sampled"
 
 
 class TrainingText(NamedTuple):
-    """Tokens to train on."""
+    """A text to train on, as tokens: a prompt and its continuation."""
 
     ids: list[int]
-    begin: int  # index of the first token that counts; those before it are a prompt
+    begin: int  # number of prompt tokens, which do not enter the loss
 
 
 class Item(NamedTuple):
-    """A prompt, and how a user's text goes on behind it."""
+    """A prompt and, if it is from a user's file, the text there that begins with it."""
 
     prompt: list[int]
     given: TrainingText | None = None
 
 
 class Source(NamedTuple):
-    """Prompts of texts."""
+    """Source of prompts, batch by batch."""
 
-    # Takes the batch's number and a seed; batch 0 is held out
+    # (number of the batch, seed) -> prompts; batch 0 is held out
     items: Callable[[int, int], list[Item]]
-    modes: tuple[str, ...]  # Modes of the batches, in turn; batch 0 is greedy.
+    # For the batches in turn: GIVEN (the user's texts), or GREEDY or SAMPLED answers of the target;
+    # batch 0 is always GREEDY
+    modes: tuple[str, ...]
 
 
-# Continues prompts by the target; takes the prompts, maximum new tokens, whether greedy, and a
-# seed.
+# Lets the target continue prompts: (prompts, maximum new tokens, whether greedy, seed) -> new
+# tokens of every prompt
 Write = Callable[[Sequence[list[int]], int, bool, int], list[list[int]]]
 
 
 def shuffled(seed: int, number: int) -> Callable[[int], int]:
-    """Return a function from a position in an endless sequence to an index; each pass over all
-    indices has a random order of its own.
+    """Return a function from a position in an endless sequence to an index below ``number``. The
+    sequence is a concatenation of random permutations of all indices.
     """
 
     @functools.cache
@@ -73,12 +76,12 @@ def shuffled(seed: int, number: int) -> Callable[[int], int]:
 
 
 def batches(seed: int, lengths: Sequence[int], size: int) -> Callable[[int], list[int]]:
-    """Return a function from the training step to the indices of its texts; each epoch has a random
-    order of its own.
+    """Return a function from a training step to the indices of its texts, in a random order that
+    differs from epoch to epoch.
 
     Texts of a batch have similar lengths, as shorter ones are padded to the longest.
     """
-    width = max(1, min(WINDOW, len(lengths) // size))  # larger windows would hold copies of texts
+    width = max(1, min(WINDOW, len(lengths) // size))  # a larger window would hold texts twice
     text_at = shuffled(seed, len(lengths))
     batch_at = shuffled(seed, width)
 
@@ -100,20 +103,20 @@ def collect(
     is_late: Callable[[], bool],
     show: Callable[[int], None],
 ) -> tuple[list[TrainingText], list[TrainingText]] | None:
-    """Return held-out texts and training texts: those of a file, and those that it lacks, which are
-    added to it.
+    """Read held-out texts and training texts from a file, and append texts to it until there are
+    ``options.texts``.
 
     Args:
-        path: file with a line per batch; a line that was interrupted is written anew.
-        source: the prompts.
-        write: continues prompts.
-        is_wanted: returns whether to train on these tokens.
+        path: file with a line per batch; an incomplete last line is written anew.
+        source: prompts of the missing texts.
+        write: lets the target continue prompts.
+        is_wanted: takes the tokens of a text; returns whether to train on it.
         options: number and length of texts, and the seed.
         is_late: returns whether to stop.
-        show: called with the number of training texts.
+        show: called with the number of training texts so far.
 
     Returns:
-        The texts; None if there was no time for all of them.
+        Held-out texts and training texts; None if ``is_late`` stopped the writing.
 
     Raises:
         InvalidInputError: hardly any text can be used.
@@ -148,8 +151,8 @@ def collect(
 def _answered(
     items: Sequence[Item], mode: str, write: Write, seq_len: int, seed: int
 ) -> Iterator[TrainingText]:
-    """Yield texts as they are given, or with answers of the target to those prompts that leave room
-    for one.
+    """Yield the texts of a batch: in mode GIVEN the user's text of an item that has one, otherwise
+    the prompt with the target's answer. Prompts that leave no room for an answer are skipped.
     """
     asked = []
     for item in items:
@@ -167,7 +170,8 @@ def _answered(
 
 
 def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int, batch: int) -> Source:
-    """Return the prompts in a file of conversations (.jsonl) or of plain text, ``batch`` at once.
+    """Return the prompts in a file of conversations (.jsonl) or of plain text, in batches of
+    ``batch``.
 
     Raises:
         InvalidInputError: the file cannot be read, holds too little, or the tokenizer has no chat
@@ -209,8 +213,10 @@ def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int, batch: int) -
 
 
 def conversations(path: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Yield the conversations of a file of JSON lines, each with its file and line; raises
-    InvalidFileError.
+    """Yield the conversations in a file of JSON lines, each as "file:line" and messages.
+
+    Raises:
+        InvalidFileError: a line holds no conversation.
     """
     for number, line in enumerate(_read(path).split("\n"), 1):
         if line.strip():
@@ -259,8 +265,8 @@ def _messages(record: Any, where: str) -> list[dict[str, str]]:
 
 
 def _item(tokenizer: Any, messages: list[dict[str, str]], where: str) -> Item:
-    """Return the first turn of a conversation as prompt, and all of it as text if an assistant has
-    answered.
+    """Return a conversation up to its first user turn as prompt and, if it ends with an assistant's
+    answer, the whole conversation as text.
     """
     end = 1 + [message["role"] for message in messages].index("user")
     prompt = _encoded(tokenizer, _rendered(tokenizer, messages[:end], True, where))
@@ -271,7 +277,9 @@ def _item(tokenizer: Any, messages: list[dict[str, str]], where: str) -> Item:
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], asks: bool, where: str) -> str:
-    """Return a conversation as text, with the beginning of an answer if it asks for one."""
+    """Return a conversation as text, rendered by the target's chat template; ``asks`` appends the
+    beginning of an answer.
+    """
     try:
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
@@ -299,14 +307,14 @@ def _read(path: Path) -> str:
 
 
 def own_texts(tokenizer: Any, write: Write, batch: int) -> Source:
-    """Return prompts that the target writes: user's turns behind its chat template's beginning, or
-    any text without.
+    """Return a source of prompts that the target writes: user turns in its chat template or, if it
+    has none, the beginnings of texts.
 
-    It writes ``batch`` of them at once.
+    It writes ``batch`` prompts at once.
 
     Raises:
-        InvalidInputError: the chat template does not show turns, or there is no token to begin
-            with.
+        InvalidInputError: the chat template leaves out user turns, or the tokenizer has no token
+            that a text can begin with.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -345,8 +353,8 @@ def own_texts(tokenizer: Any, write: Write, batch: int) -> Source:
 
 
 def read_excluded(paths: Sequence[Path]) -> list[str]:
-    """Return the beginnings of all users' turns in files of conversations; raises as
-    :func:`read_data`.
+    """Return the beginnings of all user turns in files of conversations, reduced to lower-case
+    letters and digits, for :func:`is_excluded`; raises as :func:`conversations`.
     """
     messages = [
         message
@@ -359,7 +367,9 @@ def read_excluded(paths: Sequence[Path]) -> list[str]:
 
 
 def is_excluded(text: str, excluded: Sequence[str]) -> bool:
-    """Return whether a text holds one of these, whatever its case, punctuation and white space."""
+    """Return whether a text contains one of the excluded beginnings; case, punctuation and white
+    space do not matter.
+    """
     plain = _plain(text)
     return any(turn in plain for turn in excluded)
 

@@ -1,9 +1,12 @@
-"""Drafting unrolled over texts, as it will be done, and what is learned and measured of it.
+"""Unrolling of all draft levels of a head over training texts, and the loss and the accepted tokens
+that follow from it.
 
-Heads that draft token after token are trained as in EAGLE-3's training-time test: a level's entries
-take the hidden states that the entries of the level above returned, and the text's own tokens. They
-attend to the first level's entries before them, and to their own entries above. A block of DSpark's
-begins at a token of the text and predicts those behind it, each with the text's own token before.
+Heads that draft token by token are trained as in EAGLE-3's training-time test. An entry is the
+head's input for one text position at one draft level: a token of the text, and the hidden state
+that the head returned for this position at the level above. It attends to the first level's entries
+up to this position, and to entries of the same position at the levels between. DSpark heads draft
+blocks. A block begins at a token of the text and predicts the tokens after it, each given the
+text's token before it.
 """
 
 from __future__ import annotations
@@ -18,17 +21,19 @@ from transformers import DynamicCache
 from hf_slospec.heads.dspark import DSparkHead
 from hf_slospec.heads.mtp import DraftHead
 
-LEVEL_WEIGHT = 0.8  # a level's loss counts so much relative to the level above
-STRIDE = 5  # Distance of the entries that go on below the first level, and of blocks.
+LEVEL_WEIGHT = 0.8  # weight of a level's loss, relative to the level above
+# Distance, in tokens, of the text positions that have entries below the first level, and of blocks
+STRIDE = 5
 
 
 class TextBatch(NamedTuple):
-    """A batch of texts, padded on the right, with what the target says of them."""
+    """A batch of texts, padded on the right, with hidden states and probabilities of the target."""
 
     ids: torch.Tensor  # [batch, length] int64
-    counts: torch.Tensor  # [batch, length] bool, whether the next token is one to draft
-    features: torch.Tensor  # [batch, length, num_features]
-    # [batch, length, draft_vocab] f32, of the next token; None: not known
+    counts: torch.Tensor  # [batch, length] bool, whether the next token enters the loss
+    # [batch, length, num_features], hidden states of the target that the head reads
+    features: torch.Tensor
+    # [batch, length, draft_vocab] f32, the target's for the next token; None: not computed
     probs: torch.Tensor | None
 
 
@@ -36,8 +41,8 @@ class UnrolledLevel(NamedTuple):
     """Predictions of a head at one level of drafting."""
 
     logits: torch.Tensor  # [batch, num_entries, draft_vocab]
-    positions: torch.Tensor  # [num_entries] int64, whose next tokens are predicted
-    # [batch, num_entries] f32, by a confidence head; None: there is none
+    positions: torch.Tensor  # [num_entries] int64, in the text; the next tokens are predicted
+    # [batch, num_entries] f32, predicted by the confidence head; None: the head has none
     log_acceptance: torch.Tensor | None = None
 
 
@@ -49,19 +54,20 @@ def unrolled(
     first: int = 0,
     stride: int = 1,
 ) -> Iterator[UnrolledLevel]:
-    """Yield the levels of a head that drafts token after token.
+    """Yield the predictions at each draft level of a head that drafts token by token.
 
-    The first level has an entry for every token but the last ones, whose levels would be beyond the
-    text's end. Levels below it have them for every ``stride``-th from ``first`` on: they do not
-    attend to each other.
+    The first level has an entry for every token except the last ones, whose deeper levels would lie
+    beyond the text's end. Deeper levels have entries for every ``stride``-th token from ``first``
+    on. The others can be left out, as entries of different positions do not attend to each other
+    there.
 
     Args:
-        head: the network.
+        head: the EAGLE-3 head or MTP layer.
         ids: [batch, length] int64.
         features: [batch, length, num_features].
         levels: number of levels.
-        first: index of the first entry that goes on below the first level.
-        stride: distance of these entries.
+        first: index of the first token that has entries below the first level.
+        stride: distance between such tokens.
     """
     num_entries = ids.shape[1] - 1 - levels
     device = ids.device
@@ -98,17 +104,17 @@ def unrolled_blocks(
     first: int = 0,
     stride: int = 1,
 ) -> Iterator[UnrolledLevel]:
-    """Yield the levels of a block head, with blocks at every ``stride``-th token from ``first + 1``
-    on.
+    """Yield the predictions at each draft level of a block head, with blocks at every ``stride``-th
+    token from ``first + 1`` on.
 
-    A block attends to the features of the tokens before it, and to all of itself. Arguments are
-    those of :func:`unrolled`; a block has ``levels`` tokens.
+    A block attends to the features of the tokens before it, and to all of its own tokens, of which
+    it has ``levels``. Arguments are as for :func:`unrolled`.
     """
     assert head.block_size == levels and not head.first_slot and not head.is_recurrent
     length = ids.shape[1] - 1 - levels
     device = ids.device
     cache = DynamicCache()
-    # Tokens with which blocks begin
+    # Text positions at which blocks begin
     roots = torch.arange(1 + first, 1 + length, stride, device=device)
     tokens = torch.full((len(ids), len(roots), levels), head.mask_token_id, device=device)
     tokens[..., 0] = ids[:, roots]
@@ -145,14 +151,15 @@ def _unroll(head: DraftHead | DSparkHead) -> Callable[..., Iterator[UnrolledLeve
 def loss_of(head: DraftHead | DSparkHead, rows: TextBatch, levels: int, first: int) -> torch.Tensor:
     """Return the weighted mean, over levels, of the cross-entropy to the target's distribution.
 
-    A confidence head adds the cross-entropy to the share of tokens that are accepted when the
-    target samples, which is the overlap of the two distributions.
+    A confidence head adds the cross-entropy between its predicted acceptance and the acceptance
+    rate when the target samples, which is the overlap of draft and target distribution.
 
     Args:
-        head: the network.
+        head: the head that is trained.
         rows: texts with the target's probabilities.
         levels: number of levels.
-        first: index of the first entry that goes on below the first level, or of the first block.
+        first: index of the first token that has entries below the first level, or of the token
+            before the first block.
     """
     assert rows.probs is not None, "texts to train on have probabilities"
     losses = []
@@ -174,7 +181,8 @@ def loss_of(head: DraftHead | DSparkHead, rows: TextBatch, levels: int, first: i
 def _confidence_loss(
     log_acceptance: torch.Tensor, logits: torch.Tensor, probs: torch.Tensor
 ) -> torch.Tensor:
-    """Return the cross-entropy of predicted acceptance.  -> [num_rows] f32
+    """Return the cross-entropy of predicted acceptance to the overlap of both distributions.  ->
+    [num_rows] f32
 
     Args:
         log_acceptance: [num_rows] f32.
@@ -192,11 +200,11 @@ def tokens_per_step(
 ) -> float:
     """Return the expected tokens per step of greedy chains, on greedy texts of the target.
 
-    It is the mean over all tokens after which a chain may begin, as if steps began at each of them
-    equally often."""
+    This is the mean over all positions at which a chain may begin; in generation, steps do not
+    begin at all positions equally often."""
     num_accepted = 0
     num_chains = 0
-    # Blocks that begin at every token are computed in parts, which fit the memory.
+    # Blocks begin at every token, and are computed in several parts to save memory.
     num_parts = STRIDE if isinstance(head, DSparkHead) else 1
     for rows in batches:
         for first in range(num_parts):

@@ -25,14 +25,8 @@ from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import Objective, ServeOptions, SLOLimits
 
 FILES = ("chat_template", "response_template")
-COMPOSED = (
-    *FILES,
-    "api_keys",
-    "limits",
-    "bounds",
-    "objectives",
-    "config",
-)  # fields whose options have another form
+# Fields of ServeOptions that are not options of the same name and type
+COMPOSED = (*FILES, "api_keys", "limits", "bounds", "objectives", "config")
 LIMITS = ("default_tpot", "strictest_tpot", "lowest_priority")
 
 

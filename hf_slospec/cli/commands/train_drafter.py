@@ -48,7 +48,7 @@ def train_drafter(fields: dict[str, Any]) -> None:
         ):
             target = (
                 target.float()
-            )  # bf16 is fast by packed weights here, which cannot be trained on
+            )  # bf16 is fast here only with packed weights, which cannot be trained on
         console.print(f"{models.name}: {size_and_place(target)}")
         write = writer(_generator(target, tokenizer))
         held_out = train_drafter(options, target, tokenizer, write, console.print)
@@ -70,7 +70,7 @@ def _generator(target: Any, tokenizer: Any, **options: Any) -> SLOSpecGenerator:
 
 
 def writer(generator: SLOSpecGenerator) -> Write:
-    """Return a function that continues prompts in a batch, each up to its end of text."""
+    """Return a function that lets the model continue a batch of prompts, each to its end."""
     import torch
 
     from hf_slospec.generate.rows import model_end_tokens, until_end
@@ -96,8 +96,8 @@ def writer(generator: SLOSpecGenerator) -> Write:
 def chain_length(
     target: Any, tokenizer: Any, options: TrainingOptions, held_out: Sequence[TrainingText]
 ) -> float:
-    """Return the tokens per step of greedy chains of the trained drafter, loaded from its folder,
-    behind prompts.
+    """Load the trained drafter from its folder, and return its tokens per step with greedy chains
+    on the held-out prompts.
     """
     from hf_slospec.config import SLOSpecConfig
 

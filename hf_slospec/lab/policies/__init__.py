@@ -1,3 +1,4 @@
-"""Policies after papers, and the algorithms that only they use; registered by
-:mod:`hf_slospec.lab`.
+"""Policies reimplemented from papers, and the algorithms that only these policies use.
+
+:mod:`hf_slospec.lab` registers them. ``[FIX]`` marks deviations from the paper or released code.
 """

@@ -17,7 +17,8 @@ from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenT
 
 # Constants of the released code.
 START = 0.6  # confidence in a token before any was drafted
-GRAPH_STEP = 32  # sizes of captured forwards: powers of two up to it, then multiples of it
+# CUDA graphs are captured for token counts that are powers of two up to it, then multiples of it
+GRAPH_STEP = 32
 
 
 class AdaSpecPolicy(NamedPolicy):
@@ -29,9 +30,10 @@ class AdaSpecPolicy(NamedPolicy):
     Drafting stops before a level that is predicted to lower goodput, and after one that has lowered
     it, which is still verified. The SLO-aware estimator refuses lengths whose step would take
     longer than the tightest TPOT SLO; the released code has this test commented out. The confidence
-    prior verifier drops the least probable tokens down to the next smaller size of a captured
-    forward unless this lowers goodput. [FIX] it drops the tokens of lowest path probability; the
-    released code compares the last drafted tokens of chains even after these were dropped.
+    prior verifier drops the least probable tokens down to the next smaller number of tokens that
+    has a CUDA graph, unless this lowers goodput. [FIX] it drops the tokens of lowest path
+    probability; the released code compares the last drafted tokens of chains even after these were
+    dropped.
 
     As printed, there are no exploratory drafts: once the first level does not pay, it is tried
     again only when the batch or the costs have changed.
@@ -55,7 +57,7 @@ class AdaSpecPolicy(NamedPolicy):
         self._requests = requests
         self._num_prefill_tokens = num_prefill_tokens
         self._tightest_slo_s = min(np.inf if r.pace_s is None else r.pace_s for r in requests)
-        # of the chains drafted so far
+        # State of the chains drafted so far in this step
         self._length = 0
         self._expected_tokens = float(len(requests))
         self._last_probs: FloatArray | float = 1.0
@@ -77,10 +79,10 @@ class AdaSpecPolicy(NamedPolicy):
         )
 
     def _goes_on(self, path_probs: FloatArray, rows: IntArray) -> BoolArray:
-        """Take a level of all chains; go on with all if the next level is predicted to raise
-        goodput, else with none.
+        """Record a drafted level of all chains; return all True if the next level is predicted to
+        raise goodput, all False otherwise.
 
-        See :class:`~hf_slospec.engine.interfaces.Plan`.
+        The engine calls this as :attr:`~hf_slospec.engine.interfaces.Plan.goes_on`.
         """
         return np.full(len(rows), self._raises_goodput(path_probs[:, 0]))
 
@@ -100,15 +102,15 @@ class AdaSpecPolicy(NamedPolicy):
         return self._goodput(predicted, self._length + 1) >= goodput
 
     def _goodput(self, expected: float, length: int) -> float:
-        """Return the expected tokens per second of chains of one length; -1 where the step exceeds
-        the SLO.
+        """Return the expected tokens per second of a step with chains of this length; -1 if the
+        step would take longer than the tightest TPOT SLO.
         """
         num_tokens = len(self._requests) * (length + 1) + self._num_prefill_tokens
         seconds = float(self.costs.shape_s(self._requests, length, 1, num_tokens))
         return -1.0 if length and seconds > self._tightest_slo_s else expected / seconds
 
     def _pruned(self, forest: Forest) -> BoolArray:
-        """Return the nodes to verify.  -> [num_nodes] bool, roots included"""
+        """Return a mask of the nodes to verify, roots included.  -> [num_nodes] bool"""
         is_whole: BoolArray = np.ones(len(forest.depths), dtype=np.bool_)
         is_kept = forest.depths == 0
         ranked = forest.canonical(forest.path_probs)
@@ -125,8 +127,8 @@ class AdaSpecPolicy(NamedPolicy):
 
 
 def smaller_size(num_tokens: int) -> int:
-    """Return the largest size of a captured forward that is smaller than ``num_tokens``; 0 for a
-    single token.
+    """Return the largest token count below ``num_tokens`` for which a CUDA graph is captured; 0 if
+    there is none.
     """
     if num_tokens <= GRAPH_STEP:
         return 1 << ((num_tokens - 1).bit_length() - 1) if num_tokens > 1 else 0

@@ -58,7 +58,7 @@ def heads_nodes(widths: IntArray | Sequence[int]) -> IntArray:
 
 @functools.cache
 def heads_shapes(max_depth: int, max_width: int) -> IntArray:
-    """Return the widths of all trees of heads with at most ``max_width`` nodes in a layer.
+    """Return the widths of all trees of heads with at most ``max_width`` nodes per level.
 
     Returns:
         [shapes, max_depth] int64. The first shape is a lone root; shapes with fewer heads end in
@@ -75,10 +75,10 @@ def heads_shapes(max_depth: int, max_width: int) -> IntArray:
 
 
 def confident_length(tree: TokenTree, min_confidence: float) -> int:
-    """Return the depth to which Algorithm 3 drafts: that of the first token with at most this
-    confidence.
+    """Return the depth to which Algorithm 3 drafts: the depth of the first token whose confidence
+    is at most ``min_confidence``.
 
-    Confidence is the conditional probability of a token, not that of its path.
+    Confidence is the token's probability given its path, not the probability of the path.
     """
     parents = tree.parents[1:]
     is_unsure = tree.path_probs[1:] <= min_confidence * tree.path_probs[parents]
@@ -91,19 +91,20 @@ def best_batch(
     """Return the batch and the chain length of the highest goodput, tokens over seconds (Algorithms
     1 and 2).
 
-    Batches are the first requests to come, by rows: one, two, and so on. Of equals the smaller
-    batch, then the shorter length is returned. [FIX] length 0 is included, so that speculation can
-    be turned off; the printed Algorithm 1 multiplies by the number of requests twice, and the
-    printed Algorithm 2 runs all requests whichever batch was best.
+    Each row stands for a batch: with several rows, the one, two, ... requests that arrived first.
+    Among equal goodputs the smaller batch, then the shorter length is returned. [FIX] length 0 is
+    included, so that speculation can be turned off; the printed Algorithm 1 multiplies by the
+    number of requests twice, and the printed Algorithm 2 runs all requests whichever batch was
+    best.
 
     Args:
         tokens: [batches, lengths] f64, expected tokens of a step.
         seconds: [batches, lengths] f64, predicted seconds of a step.
-        has_slots: [batches, lengths] bool, K/V slots suffice.
-        bias: factor on the goodput of length 0, for costs of speculation beside its forwards.
+        has_slots: [batches, lengths] bool, whether K/V slots suffice.
+        bias: factor on the goodput of length 0, for costs of speculation besides its forwards.
 
     Returns:
-        Row and length.
+        Row of the batch, and length of the chains.
     """
     goodput = tokens / seconds
     goodput[:, 0] *= bias
@@ -122,7 +123,7 @@ class MovingAcceptance:
     weight of earlier steps, 0.85, forgets within some six steps: with one to three requests the
     rate then falls by chance until nothing is drafted. Here the window is about 20 steps."""
 
-    # initial rate, as in the released code, and weight of earlier steps
+    # Initial rate, as in the released code, and weight of earlier steps in the averages
     START = 0.7
     KEEP = 0.95
 
@@ -136,7 +137,7 @@ class MovingAcceptance:
         return self._accepted / self._tried
 
     def observe(self, tried: int, accepted: int) -> None:
-        """Learn from one step: the number of tokens tried, and of those accepted."""
+        """Update the averages with one step's numbers of tried and of accepted tokens."""
         if tried:
             self._tried = self.KEEP * self._tried + (1.0 - self.KEEP) * tried
             self._accepted = self.KEEP * self._accepted + (1.0 - self.KEEP) * accepted

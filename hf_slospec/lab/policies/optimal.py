@@ -23,9 +23,9 @@ class OptimalPolicy(AdaServePolicy):
     budget hold the optimal trees. What this costs in drafting is not considered, so the policy
     shows what better selection can gain, not what should be run.
 
-    A request that requires more than its candidate tree holds requires the whole tree. Where the
-    budget does not suffice for all (INVALID), Algorithm 2 selects, with the default settings of
-    ``adaserve``."""
+    If a request requires more expected tokens than its candidate tree has, the whole tree is
+    selected. If the budget does not suffice for all requests (the paper's INVALID), AdaServe's
+    Algorithm 2 selects the nodes, with the default settings of ``adaserve``."""
 
     name = "optimal"
     options = PolicyOptions
@@ -44,7 +44,7 @@ class OptimalPolicy(AdaServePolicy):
         candidates: Sequence[TokenTree],
         required: Sequence[float],
     ) -> list[IntArray]:
-        # Summed in the order of the selection, so that both round alike.
+        # Summed in the order in which nodes are selected, so that both sums round alike.
         whole = [expected_tokens(np.sort(tree.path_probs[1:])[::-1])[-1] for tree in candidates]
         attainable = [min(pair) for pair in zip(required, whole, strict=True)]
         nodes = optimal_nodes(candidates, attainable, self.budget)
@@ -54,15 +54,16 @@ class OptimalPolicy(AdaServePolicy):
 def optimal_nodes(
     trees: Sequence[TokenTree], required: Sequence[float], budget: int
 ) -> list[IntArray] | None:
-    """Return the nodes with most expected tokens such that every A(r) is met; None if that is
-    impossible.
+    """Return the nodes with the most expected tokens among those selections that give every request
+    the tokens it requires; None if there is no such selection.
 
-    This is AdaServe's Algorithm 1, which is optimal if path probabilities are true. [FIX] roots are
-    charged to the budget, exhausted trees are infeasible, and the last node may not overspend.
+    This is AdaServe's Algorithm 1, which is optimal if path probabilities are true. [FIX] unlike as
+    printed, roots count against the budget, a tree with too few nodes makes the problem infeasible,
+    and the last node may not exceed the budget.
 
     Args:
         trees: one candidate tree per request.
-        required: A(r) per request.
+        required: A(r), expected tokens that each request requires.
         budget: maximum number of verified nodes, roots included.
     """
     forest = Forest.of(trees)

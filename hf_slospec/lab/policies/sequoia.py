@@ -1,5 +1,5 @@
-"""Sequoia (arXiv 2402.12374): the optimal static tree for the measured acceptance, its size by step
-times.
+"""Sequoia (arXiv 2402.12374): the static tree that is optimal for the measured acceptance rates,
+with the size that predicted step times favour.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class StaticTree:
 
     @property
     def max_width(self) -> int:
-        """Number of nodes of the widest layer."""
+        """Number of nodes of the widest level."""
         return int(np.bincount(self.depths).max())
 
     def within(self, forest: Forest) -> BoolArray:
         """Return a mask of the nodes of candidate trees that this shape contains.  -> [num_nodes]
         bool
 
-        Siblings are ranked by path probability, equal ones by node. Nodes of the shape may have no
+        Siblings are ranked by path probability, ties by node index. Nodes of the shape may have no
         candidate."""
         inner = np.flatnonzero(forest.depths > 0)
         inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
@@ -136,7 +136,9 @@ class Sequoia:
         return splits
 
     def best_size(self, seconds: TreeTime, max_levels: int) -> tuple[int, int]:
-        """Return the nodes and levels, root included, with most expected tokens per second."""
+        """Return the numbers of nodes and levels, root included, of the tree with the most expected
+        tokens per second.
+        """
         sizes = np.arange(1, len(self.expected))
         levels = np.arange(1, max_levels + 1)
         rates = self.expected[1:, 1 : max_levels + 1] / seconds(sizes[:, None], levels)
@@ -149,7 +151,7 @@ class Sequoia:
         ranks = [0]
         sizes = [num_nodes]
         levels = [num_levels]
-        # They grow during the iteration
+        # Both lists grow during the iteration
         for node, (size, level) in enumerate(zip(sizes, levels, strict=True)):
             for count in range(int(np.argmax(self._values[size, level])), 0, -1):
                 # Nodes outside of the last child's subtree
@@ -193,16 +195,13 @@ def trees_within(
     return forest.subtrees(shape.within(forest))
 
 
-MAX_NODES = 64  # per tree
-RESOLVE = 32  # steps between solutions for new acceptance rates
-PRIOR = (
-    0.6,
-    0.45,
-    # Acceptance rate of the first child, and of each further one given that those before were
-    # rejected
-)
+MAX_NODES = 64  # maximum nodes per tree, root included
+RESOLVE = 32  # steps after which trees are solved for again, with the latest acceptance rates
+# Initial acceptance rate of the first child, and of each further child given that its earlier
+# siblings were rejected
+PRIOR = (0.6, 0.45)
 PRIOR_WEIGHT = 20.0  # weight of the prior per rank, in tried children
-MEMORY = 400.0  # tried children per rank after which the oldest fade
+MEMORY = 400.0  # maximum total weight per rank, in tried children; beyond it, old steps fade
 
 
 class AcceptanceByRank:
@@ -224,13 +223,16 @@ class AcceptanceByRank:
         return rates
 
     def observe(self, forest: Forest, accepted: IntArray) -> None:
-        """Learn from the draft trees of a step; ``accepted`` are nodes of the forest,
-        [num_accepted] int64.
+        """Update the rates with the verified trees of a step.
+
+        Args:
+            forest: the trees.
+            accepted: [num_accepted] int64, indices of the accepted nodes.
         """
         was_tried, was_hit = tried_and_hit(forest, accepted)
         ranks = Conditionals.of(forest).ranks
         max_rank = len(self._tried)
-        hit_below = np.full(len(ranks), max_rank)  # rank of the child that was accepted
+        hit_below = np.full(len(ranks), max_rank)  # rank of the accepted child
         hit_below[forest.parents[accepted]] = ranks[accepted]
         was_tried &= ranks <= hit_below[forest.parents]
         for counts, nodes in ((self._tried, was_tried), (self._hits, was_hit)):
@@ -245,8 +247,8 @@ class SequoiaPolicy(NamedPolicy):
     is faster.
 
     Acceptance by rank is measured while decoding, starting from ``PRIOR``, and the trees are solved
-    for again every ``RESOLVE`` steps. Step times are those of the whole batch; the paper considers
-    a single request."""
+    for again every ``RESOLVE`` steps. Predicted step times are for the whole batch; the paper
+    considers a single request."""
 
     name = "sequoia"
 
@@ -276,7 +278,7 @@ class SequoiaPolicy(NamedPolicy):
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
     ) -> Selection:
         trees = trees_within(self._shape, requests, candidates)
-        # smaller than the shape where candidates are missing or few tokens are left
+        # Trees are smaller than the shape if candidates are missing or few tokens are left.
         self._forest = forest = Forest.of(trees)
         path_probs = path_products(forest, self._rates[Conditionals.of(forest).ranks])
         expected = np.bincount(forest.tree_of, path_probs).tolist()

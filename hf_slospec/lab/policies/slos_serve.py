@@ -1,5 +1,5 @@
-"""SLOs-Serve (arXiv 2504.08784): chains as long as each tier of TPOT SLOs needs, the rest of a step
-for prefill.
+"""SLOs-Serve (arXiv 2504.08784): chains only as long as each tier of TPOT SLOs needs, so that the
+rest of a step is left for prefill.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from hf_slospec.scheduler.admission import SpecLengths, best_lengths
 from hf_slospec.scheduler.guarantees import tiers_of
 from hf_slospec.tree.tree import BoolArray, FloatArray, IntArray
 
-CATCH_UP = 0.5  # maximum share of the longest chain's gain that one step uses to catch up
+# A step is shortened to catch up by at most this share of the time that the TPOT SLO allows for the
+# expected tokens of the longest chain
+CATCH_UP = 0.5
 
 
 class SLOsServePolicy(SmartSpecPolicy):
-    """Policy that solves appendix D in every step: one length per tier, to meet TPOT SLOs at the
-    highest prefill rate.
+    """Policy that solves the paper's appendix D in every step: one chain length per tier (group of
+    similar TPOT SLOs), such that TPOT SLOs are met at the highest prefill rate.
 
     A TPOT SLO that plain decoding meets needs no drafting, so its tier has length 0. A tier with a
     late request must also make up for the delay. [FIX] the paper tightens the TPOT SLO of such a
     tier without a formula. If the TPOT SLOs cannot be met even without prefill, catching up is
-    dropped first, then tiers are relaxed to the next one. Requests without a TPOT SLO get what fits
-    into the step besides. If no request has a TPOT SLO, or none can be met, goodput decides.
+    dropped first, then the tightest tiers get the TPOT SLO of the next one. Requests without a TPOT
+    SLO get the longest chains that still fit into the step. If no request has a TPOT SLO, or none
+    can be met, chains maximise goodput as in ``smartspec``.
     """
 
     name = "slos-serve"
@@ -52,8 +55,8 @@ class SLOsServePolicy(SmartSpecPolicy):
         return lengths
 
     def _slo_lengths(self, batch: Batch, max_len: int) -> IntArray | None:
-        """Return the nodes to verify of each request, root included, to meet the TPOT SLOs; None if
-        none can be met.
+        """Return the nodes to verify per request, root included, such that the TPOT SLOs are met;
+        None if there are none, or if even the loosest one cannot be met.
 
         Args:
             batch: the requests.
@@ -92,8 +95,8 @@ class SLOsServePolicy(SmartSpecPolicy):
         return None
 
     def _slacks(self, requests: Sequence[Request], begun_s: float, max_len: int) -> FloatArray:
-        """Return minus the seconds by which the step must be shorter to catch up; 0: not late.  ->
-        [num_requests]
+        """Return the slack of every request in seconds: 0 if it is not late, otherwise minus the
+        time by which this step must be shorter to catch up.  -> [num_requests] f64
         """
         gain = float(chain_tokens(self.acceptance.rate, max_len - 1))
         slacks = []
@@ -106,13 +109,13 @@ class SLOsServePolicy(SmartSpecPolicy):
     def _free_length(
         self, batch: Batch, solution: SpecLengths, counts: IntArray, is_free: BoolArray
     ) -> int:
-        """Return the longest chain for requests without a TPOT SLO that needs no more levels and
-        fits into the step.
+        """Return the nodes per chain, root included, for requests without a TPOT SLO: as many as
+        fit into the step without adding draft levels.
 
         Args:
             batch: the requests.
             solution: lengths of the tiers.
-            counts: [tiers] int64, requests.
+            counts: [tiers] int64, requests per tier.
             is_free: [tiers] bool, the tier has no TPOT SLO.
         """
         num_free = int(counts[is_free].sum())
@@ -128,8 +131,8 @@ class SLOsServePolicy(SmartSpecPolicy):
 
 
 def _attempts(tiers: FloatArray, slacks: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
-    """Yield TPOT SLOs and slacks by tier, from the hardest to the easiest; tiers without TPOT SLO
-    stay as they are.
+    """Yield the problems to try to solve, each as TPOT SLOs and slacks by tier, from the hardest to
+    the easiest; tiers without a TPOT SLO stay as they are.
     """
     yield tiers, slacks
     for tpot_slo_s in tiers[np.isfinite(tiers)]:

@@ -27,7 +27,7 @@ from hf_slospec.tree.tree import BoolArray, FloatArray, IntArray, TokenTree
 # Factor on the goodput of plain decoding, for costs besides the forwards, as in the released code
 BIAS = 1.1
 RECENT = 100  # steps that decide whether to draft for new requests
-RETRY = 20  # consecutive steps without drafts, of which the last one tries to draft again
+RETRY = 20  # every so many consecutive steps without drafts, one step tries to draft again
 
 
 class SmartSpecOptions(PolicyOptions):
@@ -51,9 +51,9 @@ class Batch:
     begun_s: float
     num_prefill_tokens: int
     keys: IntArray  # [num_requests] int64, cached tokens
-    # [num_requests] int64, maximum useful lengths; a chain of k tokens commits up to k + 1
+    # [num_requests] int64, maximum useful chain lengths; a chain of k tokens commits up to k + 1
     useful: IntArray
-    # K/V slots without a cached token of a decoding request, whether it runs or not
+    # K/V slots minus cached tokens of all decoding requests, including those that skip the step
     slots_left: float
 
     @property
@@ -83,25 +83,25 @@ def _prefix_sums(values: Any) -> Any:
 
 
 class SmartSpecPolicy(NamedPolicy):
-    """Policy that runs the first requests to come with chains of one length, as many and as long as
-    pay (Algorithm 2).
+    """Policy that runs the requests that arrived first, with chains of one common length; it
+    chooses the number of requests and the length that maximise goodput (Algorithm 2).
 
-    What pays most has most expected tokens per second over all requests that run; the others sit
-    the step out. The acceptance rate is a moving average over all requests. A level of drafting
-    costs as much as the requests that draft it (equation 5).
+    Goodput is the expected tokens per second of the requests that run; all other requests skip the
+    step. The acceptance rate is a moving average over all requests. The cost of a draft level
+    depends on the number of requests that draft it (equation 5).
 
-    K/V slots: a batch needs them for all cached tokens and for those that it drafts. Plain decoding
-    always has them, as the scheduler preempts requests before.
+    K/V slots: a batch needs slots for all cached tokens and for the tokens that it drafts. Plain
+    decoding always has enough, as the scheduler preempts requests before the step.
 
-    Retry: [FIX] nothing is learned where nothing is drafted, so as printed and released,
+    Retry: [FIX] acceptance is measured only where tokens are drafted, so as printed and released,
     speculation that was switched off by low acceptance stays off as long as the batch does. Here
     every :data:`RETRY`-th consecutive step without drafts takes the length that would be best at
     the initial acceptance rate, which is 0 if the batch is too large.
 
     Prefill disabling: requests that arrive while most recent steps drafted nothing are never
-    drafted for, which saves the draft's prefill. [FIX] a step counts by the length that is best if
-    all requests are drafted for; otherwise drafting would never resume once no request is drafted
-    for.
+    drafted for, which saves the draft's prefill. [FIX] a step counts as drafting nothing if length
+    0 would be best with drafts for all requests; otherwise drafting would never resume once no
+    request is drafted for.
     """
 
     name = "smartspec"
@@ -115,12 +115,12 @@ class SmartSpecPolicy(NamedPolicy):
         self.kv_tokens = math.inf if kv_tokens is None else kv_tokens
         self.prefill_disabling = config.options_of(SmartSpecOptions).prefill_disabling
         self.acceptance = MovingAcceptance()
-        # Per request
+        # Acceptance rate of each request
         self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = WeakKeyDictionary()
         self.undrafted: WeakSet[Request] = WeakSet()  # requests that are never drafted for
         self._seen: WeakSet[Request] = WeakSet()
         self._was_plain: deque[bool] = deque(maxlen=RECENT)
-        self._num_plain = 0  # consecutive steps without drafts, though some could have been used
+        self._num_plain = 0  # consecutive steps without drafts, though drafts could be used
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
@@ -167,7 +167,7 @@ class SmartSpecPolicy(NamedPolicy):
             self.acceptances.setdefault(request, MovingAcceptance()).observe(num_tried, len(nodes))
 
     def _running(self, batch: Batch) -> Batch:
-        """Return the requests that run, in the order of the batch."""
+        """Return the batch of the requests that run in this step, in their original order."""
         if not self.chooses_requests:
             return batch
         arrivals = [(request.stats.arrived_s, request.index) for request in batch.requests]
@@ -205,17 +205,17 @@ class SmartSpecPolicy(NamedPolicy):
         return lengths
 
     def _to_verify(self, candidates: Sequence[TokenTree]) -> IntArray:
-        """Return to which lengths the candidates are verified.  -> [num_requests] int64"""
+        """Return the length to which each candidate is verified.  -> [num_requests] int64"""
         return self._drafted
 
     def _lengths(self, requests: Sequence[Request], length: int, is_drafted: BoolArray) -> IntArray:
-        """Return the lengths of all chains, given the best common length, useful or not.  ->
-        [num_requests] int64
+        """Return the length of every request's chain, given the best common length; it may exceed
+        the request's useful length.  -> [num_requests] int64
         """
         return np.full(len(requests), length)
 
     def _decide_on_new(self, requests: Sequence[Request]) -> None:
-        """Choose for new requests whether they are drafted for."""
+        """Choose whether requests that are new in this step will ever be drafted for."""
         new = [request for request in requests if request not in self._seen]
         if new and self._is_drafting_costly() and self._is_disabled(len(requests)):
             self.undrafted.update(new)
@@ -227,7 +227,7 @@ class SmartSpecPolicy(NamedPolicy):
         return share > self.prefill_disabling
 
     def _is_drafting_costly(self) -> bool:
-        """Return whether there is a draft model, whose prefill is saved by not drafting."""
+        """Return whether drafting takes time: with a draft model, but not with prompt lookup."""
         return float(self.costs.draft_s(1, 1, 1)) > 0.0
 
     def _best(
@@ -262,9 +262,9 @@ class SmartSpecPolicy(NamedPolicy):
 
         Args:
             batch: the requests.
-            lengths: [num_requests, options] int64, each request's chain, in several options.
-            drafted_s: seconds that drafting has taken; None: by :meth:`_draft_s`.
-            add: adds up over requests.
+            lengths: [num_requests, options] int64, chain length of each request in each option.
+            drafted_s: seconds that drafting has taken; None: predicted by :meth:`_draft_s`.
+            add: :func:`_sum` or :func:`_prefix_sums`.
 
         Returns:
             [1 or num_requests, options] f64.
@@ -277,8 +277,8 @@ class SmartSpecPolicy(NamedPolicy):
         return seconds
 
     def _draft_s(self, batch: Batch, lengths: IntArray, add: Add = _sum) -> FloatArray:
-        """Return the seconds of drafting in such steps: of each level for the requests that draft
-        it (equation 5).
+        """Return the predicted seconds of drafting in the steps of :meth:`_step_s`: summed over
+        levels, the forward of the requests that draft the level (equation 5).
         """
         # [num_requests, options, levels]
         is_drafted = lengths[..., None] > np.arange(max(int(lengths.max()), 1))
@@ -294,22 +294,22 @@ class SmartSpecPolicy(NamedPolicy):
 
 
 def _up_to(longest: IntArray) -> IntArray:
-    """Return the chains under each common limit, from 0 to the longest.  -> [num_requests, limits]
-    int64
+    """Return every request's chain length under each common limit, from 0 to the largest useful
+    one.  -> [num_requests, limits] int64
 
     Args:
-        longest: [num_requests] int64.
+        longest: [num_requests] int64, maximum length of each request.
     """
     return np.minimum(longest[:, None], np.arange(int(longest.max()) + 1))
 
 
 def _has_slots(batch: Batch, lengths: IntArray) -> BoolArray:
-    """Return whether the first requests of the batch, one, two and so on, have slots for their
-    chains (HasSlot).
+    """Return whether K/V slots suffice for the chains of the first one, two, ... requests of the
+    batch (the paper's HasSlot).
 
     Args:
         batch: the requests.
-        lengths: [num_requests, limits] int64, the first of which are 0.
+        lengths: [num_requests, limits] int64, with zeros in the first column.
 
     Returns:
         [num_requests, limits] bool.

@@ -1,5 +1,5 @@
-"""SmartSpec's confidence-based variant: drafting ends at a token of low probability (its Algorithm
-3).
+"""Variants of SmartSpec: its confidence-based drafting (Algorithm 3), its trees of heads,
+TurboSpec, and vLLM's adaptive number of verified tokens.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class ConfidenceOptions(PolicyOptions):
 
 
 class ConfidencePolicy(SmartSpecPolicy):
-    """Policy that drafts until a token is no more probable than a threshold, and verifies the
-    length of best goodput.
+    """Policy that drafts until a token is no more probable than a threshold, and then verifies
+    chains up to the common length with the highest goodput.
 
     [FIX] The printed loop drafts one token too many, and verifies only chains that never stopped:
     here the proposed tokens of all requests are verified, up to the common length. As printed,
     drafting is never turned off.
 
     Requests that have stopped leave the draft's batch in the simulator and on a CPU. Other devices
-    draft on for all requests until the last one stops, and what they drafted in vain is dropped.
+    draft for all requests until the last one stops, and drop the tokens drafted after a stop.
     """
 
     name = "smartspec-confidence"
@@ -82,13 +82,14 @@ class ConfidencePolicy(SmartSpecPolicy):
         return np.minimum(proposed, length)
 
 
-MAX_WIDTH = 8  # nodes of a layer; bounds the number of shapes
+MAX_WIDTH = 8  # nodes per tree level; bounds the number of tree shapes that are compared
 
 
 class HeadsPolicy(NamedPolicy):
-    """Policy that drafts the widths k_1, k_2, ... with most expected tokens per second, or no tree.
+    """Policy that drafts trees in which every node of level j - 1 has k_j children, with the widths
+    k_1, k_2, ... that give the most expected tokens per second, or no tree.
 
-    A level of the beam stands for a head. As in the paper, the candidates of a head are assumed to
+    A tree level stands for a draft head. As in the paper, the candidates of a head are assumed to
     be independent, each accepted at the head's rate; the rates are moving averages over the
     candidates that were tried at that depth."""
 
@@ -109,11 +110,11 @@ class HeadsPolicy(NamedPolicy):
         num_tokens = len(requests) * heads_nodes(shapes) + num_prefill_tokens
         seconds = self.costs.shape_s(requests, depths, widths, num_tokens)
         goodput = heads_tokens(rates, shapes) / seconds
-        goodput[0] *= BIAS  # no tree
+        goodput[0] *= BIAS  # the first shape is a lone root: plain decoding
         best = int(np.argmax(goodput))
         depth = int(depths[best])
         best_widths = shapes[best].tolist()
-        # By tree depth
+        # Expected tokens by the depth of a request's tree
         self._expected = [
             float(heads_tokens(rates[:end], best_widths[:end])) for end in range(depth + 1)
         ]
@@ -149,9 +150,10 @@ class HeadsPolicy(NamedPolicy):
 
 
 # Constants of the released code.
-RESET = 100  # new requests in too large batches after which all batch sizes are tried again
+RESET = 100  # after so many new requests in too large batches, all batch sizes are tried again
 PROPOSED = 8  # tokens proposed per request if drafting costs nothing
-# steps that verify nothing before proposing pauses, and steps of the pause
+# With prompt lookup: after TRIES consecutive steps that verify no proposal, nothing is proposed for
+# PAUSE steps
 TRIES = 40
 PAUSE = 60
 
@@ -162,8 +164,8 @@ class TurboSpecPolicy(SmartSpecPolicy):
     With a draft model, a step whose best length is 0 sets a limit: new requests in a larger batch
     are never drafted for. After ``RESET`` such requests all batch sizes are tried again. [FIX] the
     printed condition on the method is inverted: it is the draft model that has prompts to prefill.
-    [FIX] the limit is also lifted by a step that drafts though its batch is as large; as printed, a
-    single request whose drafts fail once sets a limit of 1.
+    [FIX] the limit is also lifted by a step that drafts with a batch of at least this size; as
+    printed, a single request whose drafts fail once sets a limit of 1.
 
     With prompt lookup, drafting is free and proposals differ in length, down to none. So as many
     tokens as possible are proposed, and goodput decides how many of them are verified.
@@ -215,14 +217,13 @@ class TurboSpecPolicy(SmartSpecPolicy):
 
 
 class VLLMAdaptivePolicy(NamedPolicy):
-    """Policy that drafts chains of ``max_depth`` tokens and verifies the number of their tokens
-    that pays most.
+    """Policy that drafts chains of ``max_depth`` tokens and verifies as many of them as maximise
+    the expected tokens per second.
 
-    The tokens of all requests are ranked by survival probability, that of the path to them, and the
-    best are verified, as many as give most expected tokens per second of a step. There are no SLOs,
-    the probabilities are taken as they are, drafting never stops, and its time is spent before the
-    choice. vLLM takes the probabilities from the confidence head of its drafter; here they are the
-    draft's own."""
+    The tokens of all requests are ranked by survival probability, which is the probability of their
+    path, and the best ones are verified. SLOs are ignored, the probabilities are not calibrated,
+    and all levels are drafted before the choice. vLLM takes the probabilities from the confidence
+    head of its drafter; here they are the draft's token probabilities."""
 
     name = "vllm-adaptive"
 

@@ -38,18 +38,18 @@ def grown_nodes(
     max_width: int,
     max_children: int = MAX_CHILDREN,
 ) -> list[IntArray]:
-    """Grow the trees layer by layer; new nodes replace the worst kept nodes (Algorithm 1).
+    """Grow the trees level by level; new nodes replace the worst kept nodes (Algorithm 1).
 
     A replaced node is not added again, nor are its children. If the width is the limit, the result
-    need not be optimal: a layer may have dropped a node that would have paid only with its
-    children.
+    need not be optimal: a node may have been dropped from a level that would have been worth its
+    place only with its children.
 
     Args:
-        trees: one candidate tree per request; their layers stand for the draft's proposals.
+        trees: one candidate tree per request; their levels stand for the draft's proposals.
         budget: N, maximum nodes of all trees; roots are always kept.
         max_nodes: S, maximum nodes of one tree.
         max_depth: D.
-        max_width: W, nodes that a tree may consider per layer.
+        max_width: W, nodes that a tree may consider per level.
         max_children: k, maximum children of a node.
 
     Returns:
@@ -73,8 +73,8 @@ def grown_nodes(
 
 
 def _best(path_probs: FloatArray, tree_of: IntArray, budget: int, max_nodes: int) -> IntArray:
-    """Return the most probable nodes, at most ``budget`` in all and ``max_nodes`` of each tree; of
-    equals the first.
+    """Return the most probable nodes, at most ``budget`` in all and ``max_nodes`` of each tree;
+    ties go to the first node.
 
     Every node that the printed loop removes is the worst of those that share the limit it exceeds,
     so the order of removals does not matter. [FIX] The printed strict comparisons exceed the limits
@@ -87,12 +87,13 @@ def _best(path_probs: FloatArray, tree_of: IntArray, budget: int, max_nodes: int
 
 
 class StopRule:
-    """Trees to draft another level for while they grow (the stopping criterion of Algorithm 1).
+    """Decision, after each drafted level, on which trees to draft another level (the stopping
+    criterion of Algorithm 1).
 
     The kept nodes are the best ones, at most N in all and S of each tree, as :func:`grown_nodes`
     keeps them. A tree without a kept node in its last level is finished. Children of pruned nodes
-    are never kept, as they are no better than these. The limit on children of a node is not
-    applied, so a tree may be drafted on for a node beyond it."""
+    are never kept, as they are no better than these. The limit on children per node is not
+    applied, so a tree may be drafted further for a node that :func:`grown_nodes` will drop."""
 
     def __init__(self, num_trees: int, budget: int, max_nodes: int):
         """Start with roots only; ``budget`` N and ``max_nodes`` S count roots."""
@@ -103,11 +104,15 @@ class StopRule:
         self.tree_of: IntArray = np.empty(0, np.int64)  # of kept nodes
 
     def goes_on(self, path_probs: FloatArray, trees: IntArray) -> BoolArray:
-        """Add a level of some trees; return which of them to draft the next level for.
+        """Add a drafted level of some trees; return for each of them whether to draft its next
+        level.
 
         Args:
-            path_probs: [num_rows, beam] f64.
-            trees: [num_rows] int64.
+            path_probs: [num_rows, beam] f64, of the new nodes.
+            trees: [num_rows] int64, indices of the trees.
+
+        Returns:
+            [num_rows] bool.
         """
         is_new = np.arange(len(self.tree_of) + path_probs.size) >= len(self.tree_of)
         level = np.where(self.is_growing[trees, None], path_probs, 0.0)
@@ -221,19 +226,21 @@ class CappedThesisSLOOptions(ThesisSLOOptions):
 
 
 def whole_beam(requests: Sequence[Request], config: PolicySettings, budget: int) -> tuple[int, int]:
-    """Return the depth and width of whole beams; no depth where the roots alone fill the budget."""
+    """Return the maximum useful depth, or 0 if the roots alone fill the budget, and the config's
+    maximum width.
+    """
     if budget <= len(requests):
         return 0, 1
     return max_useful_depth(requests, config.max_depth), config.max_width
 
 
 class ThesisPolicy(NamedPolicy):
-    """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S),
-    by Algorithm 1.
+    """Policy that maximises expected tokens under a node budget for all trees (N) and one per tree
+    (S), by Algorithm 1.
 
-    A tree is drafted on while its last level holds one of the best N nodes so far, of which at most
-    S are of one tree: no child is better than its parent. Drafters that do not draft level by level
-    draft the whole planned depth.
+    Another level of a tree is drafted as long as its last level holds one of the N best nodes so
+    far, counting at most S nodes per tree; this loses nothing, as no child is better than its
+    parent. Drafters that do not draft level by level draft the planned depth.
     """
 
     name = "thesis"
@@ -266,8 +273,9 @@ class ThesisPolicy(NamedPolicy):
 class ThesisSLOPolicy(AdaServePolicy):
     """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
 
-    As one of n requests may get all of the budget N but the others' roots, candidate trees must
-    have S >= N - n + 1 nodes. So N is at most n + ``max_depth`` * ``max_width``.
+    One of n requests may get the whole budget N except for the roots of all other requests, so
+    candidate trees must have S >= N - n + 1 nodes. Therefore N is limited to n + ``max_depth`` *
+    ``max_width``.
     """
 
     name = "thesis-slo"
