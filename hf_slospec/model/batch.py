@@ -1,7 +1,8 @@
 """The packed batch: new tokens of several sequences in one forward, their K/V slots and masks, and
-the per-layer arguments of attention. :meth:`CachedSequence.commit` keeps the K/V of accepted nodes
-and so drops that of rejected nodes; the tensors with the slots are in kv_cache.py.
-"""
+the per-layer arguments of attention.
+
+:meth:`CachedSequence.commit` keeps the K/V of accepted nodes and so drops that of rejected nodes;
+the tensors with the slots are in kv_cache.py."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class CheckedModel:
         return version.structure if self._sets_attributes else version.modules
 
     def renew(self, lock: FairLock, is_idle: bool = True) -> None:
-        """Notice changes of the model, and repeat the trial if more than its weights has changed.
+        """Check for changes of the model; repeat the trial if more than its weights has changed.
 
         Args:
             lock: the lock of the engines that use the model's cache.

@@ -123,8 +123,8 @@ def _rotated(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Override of a rotary module's forward: each group of tokens is rotated as in a forward over
-    its length.
+    """Compute a rotary module's forward, in which each group of tokens is rotated as in a forward
+    over its length.
 
     Args:
         module: a fresh copy of the rotary module.

@@ -119,7 +119,7 @@ class PackedModel:
         self.max_positions: int | None = None if is_rotary else next(lengths, None)
 
     def renew(self, is_idle: bool = True) -> bool:
-        """Look for changes of the model's weights and modules, and update what was made from them.
+        """Check for changes of the model's weights and modules, and update what was made from them.
 
         Args:
             is_idle: see :meth:`ModelVersion.renew`.
@@ -132,9 +132,7 @@ class PackedModel:
         return has_changed
 
     def take_in_changes(self) -> None:
-        """Update overrides and paths if the version counters have advanced, whoever renewed
-        them.
-        """
+        """Update overrides and paths if the version counters have advanced."""
         if self._weights_version != self.version.weights:
             self._weights_version = self.version.weights
             if self._modules_version != self.version.modules:

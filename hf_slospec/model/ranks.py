@@ -79,7 +79,7 @@ class Ranks:
         """
 
     def begin_to_lead(self) -> None:
-        """From now on only the first rank takes decisions, and the other ranks follow its orders.
+        """Let only the first rank take decisions from now on; the other ranks follow its orders.
         Every rank must call this, and later :meth:`end_leading`.
         """
 

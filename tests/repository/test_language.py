@@ -41,15 +41,15 @@ NOT_FIRST = {
 # First words of the docstrings of functions and methods. A further verb is added here on purpose.
 VERBS = set(
     """
-    Activate Add Advance Rotate Announce Append Assign Await Begin Cache Cancel Capture Change Check Choose Clamp
-    Clear Commit Compare Compute Concatenate Connect Continue Copy Count Create Decode Do Drop Empty End Enqueue
-    Evict Fill Find Fit Forward Free Give Grow Guarantee Halve Hand Handle Keep Lay Learn Leave Let Load
-    Log Make Measure Move Pad Pass Plot Preempt Prefill Prepare Print Propose Publish Queue Raise Read Recall Record
-    Recognise Reduce Refuse Release Report
-    Remove Replace Reserve Reset Return Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Stream
-    Submit Take Time Train Translate Update Use Validate Wait Walk Write Yield
+    Activate Add Advance Announce Append Apply Assign Await Begin Build Cache Cancel Capture Change Check Choose Clamp
+    Clear Commit Compare Compile Compute Concatenate Connect Continue Convert Copy Count Create Cut Decode Delete Do
+    Drop Empty End Enqueue Evict Exclude Fill Find Fit Forget Forward Free Give Grow Guarantee Halve Hand Handle Import
+    Join Keep Lay Learn Leave Let Limit List Load Log Make Mark Measure Move Pad Pass Plot Preempt Prefill Prepare Print
+    Probe Propose Publish Queue Raise Read Recall Recognise Record Reduce Refuse Register Release Report Remove Replace
+    Reserve Reset Resize Return Rotate Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Store Stream
+    Submit Take Time Train Translate Update Use Validate View Wait Walk Wrap Write Yield
     """.split()
-)
+) | {"Context"}  # "Context manager that ..."
 BANNED = (
     *(
         r"nobody",
