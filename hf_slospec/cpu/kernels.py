@@ -171,6 +171,7 @@ REPEATS = 3  # timings of a kernel, the shortest of which counts
 CALM_S = 0.02  # seconds between two preemptions of a process on an idle machine
 SMALL_BYTES = 2**20  # bytes of a weight; smaller ones stay in caches, where packing gains little
 MAX_SLOWDOWN = 3.0  # multiple of the fastest time; slower kernels are not timed at larger sizes
+RETRY_S = 60.0  # seconds until a kernel is measured again, where the machine was too busy
 WORTHWHILE = 0.95  # share of the time of torch's kernel that a packed weight must stay below
 
 
@@ -215,11 +216,12 @@ def choose(
     choices = _choices(torch.get_num_threads())
     dtype_name = str(weight.dtype).removeprefix("torch.")
     name = " ".join([dtype_name, f"{weight.shape[0]}x{weight.shape[1]}", *more])
-    if name not in choices:
+    if name not in choices or time.monotonic() >= _retry_s.get(name, math.inf):
         kernels = {kernel: make for kernel, make in PACKING.items() if works(kernel, weight.dtype)}
         kernels |= {kernel: make for kernel, make in more.items() if is_right(make, weight.dtype)}
         measured = _measured(weights, kernels) if kernels else PLAIN
         choices[name] = measured or _default_choice(weight, kernels)
+        _retry_s[name] = math.inf if measured else time.monotonic() + RETRY_S
         if measured is not None and measured.seconds:
             _save({name: measured})
     return choices[name]
@@ -227,14 +229,13 @@ def choose(
 
 def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> KernelChoice:
     """Return the kernel that is fastest on most machines, without any measurement."""
-    order = (
-        BLOCKS,
-        "MKL",
-        *(("OneDNN", "FBGEMM") if native_dtypes().get(weight.dtype, True) else ("FBGEMM",)),
-    )
+    is_native = native_dtypes().get(weight.dtype, True)
+    order = (BLOCKS, "MKL", *(("OneDNN",) if is_native else ()), "FBGEMM")
     name = next((name for name in order if name in kernels), None)
-    if name is None or weight.nbytes < SMALL_BYTES:
+    if name is None or (is_native and weight.nbytes < SMALL_BYTES):
         return PLAIN
+    if not is_native:  # torch's kernel emulates the dtype: slowly, for any number of tokens
+        return KernelChoice(kernel=name, is_faster=(True,) * len(SIZES))
     # Blocks is made for few tokens; for more than 16, torch's kernel may be faster.
     return KernelChoice(
         kernel=name, is_faster=(False, *(name != BLOCKS or size <= 16 for size in SIZES[1:]))
@@ -330,6 +331,9 @@ def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
         return make(weight.contiguous())
     except OverflowError:
         return None
+
+
+_retry_s: dict[str, float] = {}  # key of a choice -> time.monotonic() when it is measured again
 
 
 @functools.cache

@@ -80,10 +80,21 @@ def test_busy_machines_use_the_default_kernel_and_save_nothing(monkeypatch, cach
     monkeypatch.setattr(kernel_choice, "_num_preemptions", lambda: next(preemptions))
     assert choose([torch.randn(48, 40)]) == PLAIN  # small
     assert choose([torch.randn(1024, 512)]).kernel in ("MKL", "OneDNN")
-    kernel_choice._choices.cache_clear()
+    assert not [path for path in cache.rglob("*") if path.is_file()]
     measured = KernelChoice(kernel=None, seconds={"Plain": (1.0,) * 6})
     monkeypatch.setattr(kernel_choice, "_measured", lambda *_: measured)
-    assert choose([torch.randn(48, 40)]) == measured
+    assert choose([torch.randn(48, 40)]) == PLAIN
+    monkeypatch.setattr(kernel_choice, "_retry_s", dict.fromkeys(kernel_choice._retry_s, 0.0))
+    assert choose([torch.randn(48, 40)]) == measured  # once some time has passed
+
+
+@pytest.mark.skipif(not works("FBGEMM", torch.bfloat16), reason="torch has no FBGEMM here")
+def test_torchs_kernel_computes_no_tokens_in_a_dtype_that_the_cpu_lacks(monkeypatch):
+    monkeypatch.setattr(kernel_choice, "native_dtypes", lambda: {torch.bfloat16: False})
+    monkeypatch.setattr(kernel_choice, "_measured", lambda *_: None)  # as on a busy machine
+    for shape in ((48, 40), (1024, 512)):
+        choice = choose([torch.randn(shape).bfloat16()])
+        assert choice.kernel == "FBGEMM" and all(map(choice.packs, (1, 17, 32, 1000)))
 
 
 def test_directories_that_cannot_be_written_are_warned_of(monkeypatch):
