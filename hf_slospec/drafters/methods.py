@@ -65,7 +65,7 @@ class DraftMethod:
     """Drafting method for one target, as :func:`load_drafter` returns it.
 
     It is passed as ``drafter=``, and may serve several engines at once: each gets a drafter from
-    :meth:`new_drafter`.
+    ``new_drafter``.
     """
 
     @property
