@@ -47,9 +47,8 @@ class OnlyLateRequests:
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
     ) -> Plan:
         late = [request for request in requests if self.is_late(request, begun_s)]
-        longest = max(
-            (request.num_left - 1 for request in late), default=0
-        )  # more tokens cannot be committed
+        # More tokens than this cannot be committed.
+        longest = max((request.num_left - 1 for request in late), default=0)
         return Plan(depth=min(self.config.max_depth, longest), width=1, drafting=late)
 
     def select(

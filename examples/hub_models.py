@@ -63,14 +63,12 @@ def main(given: Sequence[str] | None = None) -> None:
     padded = dict(
         return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False
     )
-    batch = tokenizer(texts, add_special_tokens=not is_chat, **padded).to(
-        gen.model.device
-    )  # templates add their own
+    # Chat templates add special tokens themselves.
+    batch = tokenizer(texts, add_special_tokens=not is_chat, **padded).to(gen.model.device)
     decoding = dict(max_new_tokens=options.new_tokens, do_sample=False)
 
-    gen.model.generate(
-        **batch, max_new_tokens=2
-    )  # warm-ups; the second measures step times, once per machine
+    # Warm-ups; the second measures step times, once per machine.
+    gen.model.generate(**batch, max_new_tokens=2)
     gen.generate(**batch, max_new_tokens=2)
     begun_s = time.perf_counter()
     plain = gen.model.generate(**batch, **decoding)

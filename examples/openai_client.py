@@ -42,9 +42,8 @@ START_S = 300.0  # the first start of a model on a machine measures it
 class Function(BaseModel):
     """Description of a function, which the model is asked for."""
 
-    model_config = ConfigDict(
-        extra="forbid"
-    )  # otherwise the model may add fields, and fill the answer with them
+    # Otherwise the model may add fields, and fill the answer with them.
+    model_config = ConfigDict(extra="forbid")
 
     name: Literal["fibonacci", "factorial", "merge"]
     num_arguments: int = Field(ge=0, le=9)
