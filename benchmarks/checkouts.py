@@ -18,10 +18,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.spec_bench import QUESTIONS, groups_of, questions_of
+from benchmarks.spec_bench import NUM_RESAMPLES, QUESTIONS, groups_of, questions_of
 from hf_slospec.cli.benchmark import provenance
 
-NUM_RESAMPLES = 2000
 # Runs in a checkout: a JSON object a line in, a JSON object a line out. It uses the names that
 # benchmarks.spec_bench has had since it exists.
 WORKER = """

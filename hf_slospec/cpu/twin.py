@@ -133,7 +133,7 @@ class GraphDescription:
 def _module_classes(model: nn.Module, lora: Collection[str] = ()) -> dict[str, str]:
     """Return all modules' class names by module name, without adapters in the layers ``lora``."""
     classes = dict[str, str]()
-    prefixes = tuple(f"{name}." for name in lora)  # of modules in LoRA layers
+    prefixes = tuple(f"{name}." for name in lora)  # prefixes of modules in LoRA layers
     for name, module in model.named_modules():
         if not name.startswith(prefixes):
             layer = module.get_submodule("base_layer") if name in lora else module

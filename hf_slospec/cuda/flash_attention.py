@@ -119,12 +119,6 @@ class FlashAttention(KernelAttention):
         super().__init__()
         self.__name__ = f"flash_attention[{kernel_names}]"
 
-    def why_not(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
-    ) -> str | None:
-        kernel = _kernel_of_call(query, keys, values, rules)
-        return kernel if isinstance(kernel, str) else None
-
     def attend(
         self,
         query: torch.Tensor,
@@ -132,9 +126,10 @@ class FlashAttention(KernelAttention):
         values: torch.Tensor,
         batch: Plans,
         rules: AttentionRules,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | str:
         kernel = _kernel_of_call(query, keys, values, rules)
-        assert not isinstance(kernel, str)
+        if isinstance(kernel, str):
+            return kernel
         return attend(kernel, query, keys, values, batch, rules)
 
 

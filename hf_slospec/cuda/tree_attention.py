@@ -251,20 +251,6 @@ class TreeAttention(KernelAttention):
         super().__init__()
         self.by_path = by_path
 
-    def why_not(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
-    ) -> str | None:
-        groups = query.shape[0] // keys.shape[1]
-        is_same = query.dtype == keys.dtype == values.dtype
-        if groups <= MAX_ROWS and max(query.shape[-1], values.shape[-1]) <= MAX_DIM and is_same:
-            return None
-        why = f"{groups} query heads per KV head, {query.dtype}, {values.shape}"
-        if self.by_path:
-            raise UnsupportedOptionError(
-                f'exact="self" is not available for a layer with {why}; leave exact out'
-            )
-        return why
-
     def attend(
         self,
         query: torch.Tensor,
@@ -272,12 +258,21 @@ class TreeAttention(KernelAttention):
         values: torch.Tensor,
         batch: Plans,
         rules: AttentionRules,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | str:
+        groups = query.shape[0] // keys.shape[1]
+        is_same = query.dtype == keys.dtype == values.dtype
+        fits = groups <= MAX_ROWS and max(query.shape[-1], values.shape[-1]) <= MAX_DIM
+        if not (fits and is_same):
+            why = f"{groups} query heads per KV head, {query.dtype}, {values.shape}"
+            if self.by_path:
+                raise UnsupportedOptionError(
+                    f'exact="self" is not available for a layer with {why}; leave exact out'
+                )
+            return why
         # Imported here, as Triton comes with torch for CUDA only.
         from hf_slospec.cuda.tree_kernels import tree_attention
 
         has_window = rules.window is not None
-        groups = query.shape[0] // keys.shape[1]
         kind = has_window, has_window or rules.chunk is not None, groups, self.by_path
         plan: TreePlan = batch.plan(plan_tree, query.device, *kind)
         return tree_attention(query, keys, values, plan, rules)

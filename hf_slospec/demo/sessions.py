@@ -53,7 +53,7 @@ class DemoSessions:
         self._visitors: dict[str, Stream] = {}
         self._numbers: dict[str, int] = {}  # by visitor: number in the order of arrival
         self._refreshed_s: dict[str, float] = {}  # by visitor: time of the last refresh
-        self._counts = (0, 0)  # of removed streams; see Scene.counts
+        self._counts = (0, 0)  # counts of removed streams; see Scene.counts
         self._versions = itertools.count(1)
         self._lock = Lock()
 

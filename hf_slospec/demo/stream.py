@@ -82,7 +82,7 @@ class View:
     state: State
     user_request: UserRequest
     pieces: tuple[TextPiece, ...]
-    metrics: RequestMetrics | None  # of the current request; None: there was no request yet
+    metrics: RequestMetrics | None  # the current request's; None: there was no request yet
     tokens_per_s: float  # over the last WINDOW_S seconds
     nodes: int  # nodes verified for the user in the last WINDOW_S seconds
     history: tuple[float, ...]  # tokens per second in each of the last HISTORY_S seconds

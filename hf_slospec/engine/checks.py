@@ -23,7 +23,7 @@ class Checks(NamedTuple):
     """Which results of user code an engine checks, and their limits."""
 
     max_nodes: int = 0  # maximum number of nodes of one request's tree, root excluded
-    vocab_size: int = 0  # of the target; larger token ids are refused
+    vocab_size: int = 0  # the target's; larger token ids are refused
     has_user_policy: bool = False  # check plans and selections
     has_user_drafter: bool = False  # check candidate trees
 

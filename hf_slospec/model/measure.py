@@ -224,7 +224,7 @@ class Forwards:
 
 MAX_S = 1e4  # maximum seconds of a forward in a valid profile
 MAX_TOKENS = 2**20  # maximum number of tokens of a forward in a valid profile
-VERSION = 6  # of profiles; to be increased if the file format or the measured sizes change
+VERSION = 6  # file version of profiles; increase it if the file format or the measured sizes change
 
 
 class Profile(BaseModel):

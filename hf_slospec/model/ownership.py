@@ -164,7 +164,7 @@ def _functions(member: Any) -> list[Any]:
     """Return the functions behind a method or property; [] for other attributes."""
     if isinstance(member, property):
         return [member.fget]
-    member = getattr(member, "__func__", member)  # of static methods and class methods
+    member = getattr(member, "__func__", member)  # unwraps static methods and class methods
     if callable(member):
         return [] if isinstance(member, type) else [member]
     is_descriptor = hasattr(type(member), "__get__") and type(member).__module__ != "builtins"

@@ -131,7 +131,7 @@ class InterfaceProbe(AttentionHook):
             layer = self._cached[-1][0]
             self._attends_again |= layer in self._windows
             self._latent.add(layer)  # K and V were computed from the tensors it has just cached
-        if layer is not None:  # of layers that share K and V, the first one's window counts
+        if layer is not None:  # if layers share K and V, the first one's window counts
             self._windows.setdefault(layer, rules.window)
         if layer is not None and mask is not None:
             for built, reach in self._built:

@@ -162,7 +162,7 @@ class AutoPolicy(NamedPolicy):
         self.history = history or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
-        self._outcome: _Outcome | None = None  # of the current step, if it drafted; set by `select`
+        self._outcome: _Outcome | None = None  # the current step's, if it drafted; set by `select`
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0

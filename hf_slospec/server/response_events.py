@@ -33,7 +33,7 @@ class ResponseAnswer(BlockAnswer):
         self._number = 0
         self._chat = chat
         self.wants_logprobs = chat.wants_logprobs
-        self._logprobs = list[dict[str, Any]]()  # of the tokens of the last text
+        self._logprobs = list[dict[str, Any]]()  # one per token of the last text
         self._num_sent = 0  # number of these log probabilities that events have sent
 
     def begin(self, choices: Sequence[Choice]) -> str:

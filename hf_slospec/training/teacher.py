@@ -21,7 +21,7 @@ from hf_slospec.model.properties import input_device
 from hf_slospec.training.texts import TrainingText
 from hf_slospec.training.unrolling import TextBatch
 
-KEPT_DTYPE = torch.bfloat16  # of hidden states on disk
+KEPT_DTYPE = torch.bfloat16  # dtype in which hidden states are stored on disk
 
 
 class Teacher:

@@ -142,7 +142,7 @@ configs = st.sampled_from(
         '{"prefill_chunk": 100000000000000}', '{"max_width": 64}', '{"policy": "sequoia", "max_depth": 30}',
     )
 )  # fmt: skip
-VALUES = {  # of options whose type says too little
+VALUES = {  # for options whose type says too little
     "target": models,
     "assistant": models,
     "drafter": models

@@ -22,7 +22,7 @@ DISTRIBUTION = ROOT / "tests" / "drafters" / "distribution"
 @pytest.fixture
 def installed(monkeypatch):
     """Install a distribution whose entry point registers the drafter "repeat" and a head format."""
-    registry.named_drafters()  # of this distribution
+    registry.named_drafters()  # loads those of this distribution
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.syspath_prepend(DISTRIBUTION)
     load_entry_points.cache_clear()

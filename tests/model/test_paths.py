@@ -26,7 +26,7 @@ from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 PACKAGE = Path(hf_slospec.__file__).parent
-MAX_FRAMES = 6  # of our own functions, from the engine's verify step to the model's forward
+MAX_FRAMES = 6  # calls of our own functions, from the engine's verify step to the model's forward
 GPU = torch.device("cuda", 0)
 ON_CPU = Facts("LlamaForCausalLM")
 ON_GPU = replace(ON_CPU, device=GPU, kv_devices=frozenset((GPU,)), has_static_attention=True)

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
+from tests.repository import test_layers
 from tests.support.paths import ROOT
 
-CORE = "tree request engine policies scheduler drafters generate batcher model".split()
-FOLDERS = ("cpu", "cuda", "families", "heads", "server", "replicas", "lab")
+CORE = [name for name in test_layers.CORE if (ROOT / "tests" / name).is_dir()]
+FOLDERS = (*test_layers.PLUGINS, "server", "replicas", "lab")
 # Files of the core's tests that take seconds.
 FAST = (
     "tree",
@@ -25,9 +26,9 @@ FAST = (
 
 
 def run_without(folders, tests):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [*command, *(f"tests/{name}" for name in tests)],
+        [sys.executable, "-m", "pytest", "-qx", "--tb=short", "-p", "no:cacheprovider"]
+        + [f"tests/{name}" for name in tests],
         env=os.environ | {"BLOCKED": ",".join(folders)},
         cwd=ROOT,
         capture_output=True,

@@ -100,8 +100,8 @@ class StopRule:
         self.num_nodes = budget - num_trees
         self.max_tree_nodes = max_nodes - 1
         self.is_growing: BoolArray = np.ones(num_trees, dtype=np.bool_)
-        self.path_probs: FloatArray = np.empty(0)  # of kept nodes, descending
-        self.tree_of: IntArray = np.empty(0, np.int64)  # of kept nodes
+        self.path_probs: FloatArray = np.empty(0)  # per kept node, descending
+        self.tree_of: IntArray = np.empty(0, np.int64)  # per kept node: index of its tree
 
     def goes_on(self, path_probs: FloatArray, trees: IntArray) -> BoolArray:
         """Add a drafted level of some trees; return for each of them whether to draft its next

@@ -58,20 +58,14 @@ class KernelAttention(ABC):
         batch: Plans,
         rules: AttentionRules,
     ) -> torch.Tensor:
-        why_not = self.why_not(query, keys, values, rules)
-        if why_not is None:
-            return self.attend(query, keys, values, batch, rules)
-        if why_not not in self._logged:
-            self._logged.add(why_not)
+        attended = self.attend(query, keys, values, batch, rules)
+        if not isinstance(attended, str):
+            return attended
+        if attended not in self._logged:
+            self._logged.add(attended)
             log = logging.getLogger(type(self).__module__)
-            log.debug("sdpa instead of %s: %s", self.__name__, why_not)
+            log.debug("sdpa instead of %s: %s", self.__name__, attended)
         return sdpa_attention(query, keys, values, batch, rules)
-
-    @abstractmethod
-    def why_not(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
-    ) -> str | None:
-        """Return why no kernel supports these tensors; None if one does."""
 
     @abstractmethod
     def attend(
@@ -81,8 +75,11 @@ class KernelAttention(ABC):
         values: torch.Tensor,
         batch: Plans,
         rules: AttentionRules,
-    ) -> torch.Tensor:
-        """Compute attention by a kernel; arguments and result are those of :class:`Backend`."""
+    ) -> torch.Tensor | str:
+        """Compute attention by a kernel, or return the reason why no kernel supports these tensors.
+
+        Arguments and output are those of :class:`Backend`.
+        """
 
 
 class Kernels(NamedTuple):

@@ -79,7 +79,7 @@ class SilentReplica:
         )  # its messages arrive; else they wait, as if it were cut off or frozen
         self.reaches.set()
         self.died = asyncio.Event()
-        self.delay_s = lambda: 0.0  # of each of its messages on the way
+        self.delay_s = lambda: 0.0  # delay of each of its messages
         self.is_full = False
         self.guarantees = True
         self.answer_s = 0.0
