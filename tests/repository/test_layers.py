@@ -73,7 +73,7 @@ BUDGETS = {
     "scheduler": 9176,
     "server": 20334,
     "serving": 11,
-    "tests": 249932,
+    "tests": 249939,
     "tiny": 1511,
     "training": 6488,
     "tree": 2029,

@@ -360,7 +360,11 @@ device = Device(None)  # replaced in each test
 def torch_flash(
     query,
     key,
-    *arguments,
+    value,
+    cu_queries,
+    cu_keys,
+    max_queries,
+    max_keys,
     is_causal=False,
     scale=None,
     window_size=(-1, -1),
@@ -369,7 +373,19 @@ def torch_flash(
 ):
     assert all(argument is None for argument in unused.values()), unused
     assert enable_gqa or query.shape[1] == key.shape[1]
-    return flash_attn_varlen_func(query, key, *arguments, 0.0, scale, is_causal, window_size)[:2]
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_queries,
+        cu_keys,
+        max_queries,
+        max_keys,
+        0.0,
+        scale,
+        is_causal,
+        window_size,
+    )[:2]
 
 
 def flash_attn_varlen_func(
