@@ -360,6 +360,38 @@ Tensor block_product(const Tensor& x, const Tensor& blocks, int64_t outputs, int
 // Elements of a weight's dtype that blocks keep together.
 int64_t block_elements(bool is_bf16) { return is_bf16 && HAS_PAIRS ? 2 : 1; }
 
+#include "quantised.hpp"
+
+// Quantised weights that products from Python use, by id.
+std::map<int64_t, Quantised> quantised_weights;
+
+int64_t new_quantised(int64_t code, int64_t zero, int64_t outputs, int64_t span, int64_t shared, const Tensor& codes,
+                      const Tensor& scales, const std::optional<Tensor>& steps, const std::optional<Tensor>& minima,
+                      const std::optional<Tensor>& min_steps) {
+  static int64_t last = 0;
+  const auto or_none = [](const std::optional<Tensor>& tensor) { return tensor.value_or(Tensor()); };
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  quantised_weights[++last] = {code, zero, outputs, span, shared, codes, scales, or_none(steps), or_none(minima),
+                               or_none(min_steps)};
+  return last;
+}
+
+void delete_quantised(int64_t id) {
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  quantised_weights.erase(id);
+}
+
+Quantised quantised_of(int64_t id) {
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  return quantised_weights.at(id);
+}
+
+Tensor quantised_product_of(const Tensor& x, int64_t id, const std::optional<Tensor>& bias) {
+  return quantised_product(x, quantised_of(id), bias);
+}
+
+Tensor quantised_rows_of(const Tensor& indices, int64_t id) { return quantised_rows(indices, quantised_of(id)); }
+
 Tensor product(const Tensor& x, const Weight& weight) {
   using Scalars = c10::List<std::optional<at::Scalar>>;
   switch (weight.kind) {
@@ -699,6 +731,11 @@ TORCH_LIBRARY(hf_slospec, library) {
   library.def("add_blocks(int id, int index, Tensor blocks, int outputs) -> ()", add_blocks);
   library.def("block_elements(bool is_bf16) -> int", block_elements);
   library.def("block_product(Tensor x, Tensor blocks, int outputs, int chunk, Tensor? bias) -> Tensor", block_product);
+  library.def("new_quantised(int code, int zero, int outputs, int span, int shared, Tensor codes, Tensor scales, "
+              "Tensor? steps, Tensor? minima, Tensor? min_steps) -> int", new_quantised);
+  library.def("delete_quantised(int id) -> ()", delete_quantised);
+  library.def("quantised_product(Tensor x, int id, Tensor? bias) -> Tensor", quantised_product_of);
+  library.def("quantised_rows(Tensor indices, int id) -> Tensor", quantised_rows_of);
   library.def("set_pool(int id, Tensor[] keys, Tensor[] values) -> ()", set_pool);
   library.def("set_plan(int id, Tensor sequences, Tensor mask, Tensor windowed_mask, Tensor positions, "
               "Tensor staged_positions) -> ()", set_plan);

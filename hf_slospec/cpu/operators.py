@@ -25,6 +25,7 @@ from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import cpu_info, kept_file
 
 SOURCE = Path(__file__).with_name("operators.cpp")
+INCLUDED = Path(__file__).with_name("quantised.hpp")
 # Without -ffast-math, which would make the process flush denormal numbers to zero.
 FLAGS = [
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
@@ -54,9 +55,10 @@ def library_path() -> Path:
     Raises:
         OSError: the cache directory cannot be written.
     """
-    return kept_file(
-        "compiled", "operators", {"source": SOURCE.read_text(), **instructions()}
-    ).with_suffix(".so")
+    source = SOURCE.read_text() + INCLUDED.read_text()
+    return kept_file("compiled", "operators", {"source": source, **instructions()}).with_suffix(
+        ".so"
+    )
 
 
 def build() -> None:

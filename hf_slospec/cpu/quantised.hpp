@@ -1,0 +1,425 @@
+// Products with quantised weights, which stay packed: codes of 4, 5, 6 or 8 bits and scales of 16 or 32 inputs each.
+//
+// A weight is code * scale - minimum. Codes are decoded in registers, once for several rows, and multiplied as they are:
+// in pairs of bf16 where the CPU has such products and the input is bf16, else in fp32. Sums of one span of inputs are
+// multiplied by its scale in fp32, so that nothing but the input is rounded.
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// Numbers of inputs whose codes are stored together, and of outputs per block.
+constexpr int64_t GROUP = 32, LANES = 16;
+constexpr int64_t VECTORS = LANES / WIDTH;  // per block of outputs
+
+// Bits of a code. Groups of 4-bit codes are 4 times 16 dwords, one per output: word h, nibble p of dword vector c has
+// input 8 * c + 2 * p + h. Behind them are 16 dwords of fifth bits, at bit 4 * c + p of word h, or 32 dwords of fifth
+// and sixth bits, at bit 2 * (4 * (c % 2) + p) of dword vector c / 2. 8-bit codes are [16 pairs][2][16 outputs].
+enum Code { FOUR = 4, FIVE = 5, SIX = 6, EIGHT = 8 };
+constexpr int64_t bytes_of(int code) { return LANES * GROUP * code / 8; }
+
+struct Quantised {
+  int64_t code;     // bits
+  int64_t zero;     // code of the value 0; 8-bit codes are signed
+  int64_t outputs;
+  int64_t span;     // inputs per scale, 16 or 32
+  int64_t shared;   // spans per factor of `scales`, with which each `steps` entry is multiplied
+  Tensor codes;     // [num_blocks, num_groups, bytes] uint8
+  Tensor scales;    // [num_blocks, num_spans / shared, LANES] fp32 or fp16
+  Tensor steps;     // [num_blocks, num_spans, LANES] int8; undefined: all are 1
+  Tensor minima;    // as `scales`; undefined: all are 0
+  Tensor min_steps; // as `steps`
+};
+
+// Returns WIDTH bytes as floats.
+inline vec load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  vec v;
+  for (int64_t i = 0; i < WIDTH; ++i) v[i] = float(from[i]);
+  return v;
+#endif
+}
+
+inline vec load_half(const at::Half* from) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  return load(from);
+#endif
+}
+
+// Scales or minima of a weight, one per lane and span.
+struct Factors {
+  const at::Half* halves;
+  const float* floats;  // null: `halves` has them
+  const int8_t* steps;  // null: all are 1
+  int64_t num_spans, shared;
+
+  Factors(const Tensor& values, const Tensor& steps, int64_t num_spans, int64_t shared)
+      : halves(nullptr), floats(nullptr), steps(nullptr), num_spans(num_spans), shared(shared) {
+    if (!values.defined()) return;
+    if (values.scalar_type() == at::kHalf)
+      halves = values.const_data_ptr<at::Half>();
+    else
+      floats = values.const_data_ptr<float>();
+    if (steps.defined()) this->steps = steps.const_data_ptr<int8_t>();
+  }
+  explicit operator bool() const { return halves || floats; }
+
+  vec at(int64_t block, int64_t span, int64_t v) const {
+    const int64_t index = (block * (num_spans / shared) + span / shared) * LANES + v * WIDTH;
+    const vec value = floats ? load(floats + index) : load_half(halves + index);
+    return steps ? value * load(steps + (block * num_spans + span) * LANES + v * WIDTH) : value;
+  }
+};
+
+// Returns the codes of one input of a group, less `zero`, for WIDTH outputs from `lane` on.
+template <int C>
+inline vec decoded(const uint8_t* group, int64_t input, int64_t lane, int32_t zero) {
+  if constexpr (C == EIGHT) {
+    return load(reinterpret_cast<const int8_t*>(group) + input * LANES + lane);
+  } else {
+    const int64_t c = input / 8, p = input % 8 / 2, h = input % 2;
+    const auto vector = [&](int64_t index) {
+      ivec v;
+      std::memcpy(&v, group + (index * LANES + lane) * 4, sizeof v);
+      return v;
+    };
+    ivec code = vector(c) >> int(16 * h + 4 * p) & 15;
+    if constexpr (C == FIVE) code |= (vector(4) >> int(16 * h + 4 * c + p) & 1) << 4;
+    if constexpr (C == SIX) code |= (vector(4 + c / 2) >> int(16 * h + 2 * (4 * (c % 2) + p)) & 3) << 4;
+    return __builtin_convertvector(code - zero, vec);
+  }
+}
+
+#ifdef __AVX512BF16__
+// Values of codes as bf16, for lookups by code.
+struct Table {
+  __m512i low, high;
+  explicit Table(int64_t zero) {
+    alignas(64) uint16_t values[64];
+    for (int64_t i = 0; i < 64; ++i) values[i] = at::BFloat16(float(i - zero)).x;
+    low = _mm512_load_si512(values), high = _mm512_load_si512(values + 32);
+  }
+};
+
+// Returns the codes of a pair of inputs, less `zero`, as bf16 for all 16 outputs.
+template <int C>
+inline __m512i decoded_pair(const uint8_t* group, int64_t index, const Table& table, const __m512i& low_table) {
+  const auto* vectors = reinterpret_cast<const __m512i*>(group);
+  if constexpr (C == EIGHT) {
+    const auto as_float = [&](int64_t i) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group) + i);
+      return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+    };
+    // bf16 is the upper half of a float, which holds 8 bits exactly.
+    return _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(as_float(2 * index), 16), as_float(2 * index + 1));
+  } else {
+    const int c = int(index) / 4, p = int(index) % 4;
+    const __m512i nibbles = _mm512_srli_epi32(_mm512_loadu_si512(vectors + c), 4 * p);
+    if constexpr (C == FOUR) return _mm512_permutexvar_epi16(nibbles, low_table);
+    const __m512i low = _mm512_and_si512(nibbles, _mm512_set1_epi32(0x000F000F));
+    if constexpr (C == FIVE) {
+      const __m512i bits = _mm512_srli_epi32(_mm512_loadu_si512(vectors + 4), 4 * c + p);
+      const __m512i code = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x00010001)), 4));
+      return _mm512_permutexvar_epi16(code, table.low);
+    }
+    const __m512i bits = _mm512_srli_epi32(_mm512_loadu_si512(vectors + 4 + c / 2), 2 * (4 * (c % 2) + p));
+    const __m512i code = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x00030003)), 4));
+    return _mm512_permutex2var_epi16(table.low, code, table.high);
+  }
+}
+
+// The 4-bit values twice, as lookups by word ignore all but five bits.
+inline __m512i low_table(const Table& table) {
+  return _mm512_inserti64x4(table.low, _mm512_castsi512_si256(table.low), 1);
+}
+#endif
+
+// out[r][0:LANES] = products of R rows of E with one block.
+template <int C, int R, typename E>
+inline void block_rows(const Quantised& weight, const E* x, int64_t x_stride, const float* input_sums, int64_t sum_stride,
+                       int64_t block, float* out) {
+  constexpr bool IS_PAIR = std::is_same_v<E, pair>;
+  constexpr int PARTS = IS_PAIR ? (R == 1 ? 4 : R <= 3 ? 2 : 1) : 1;  // sums that do not wait for each other
+  const int64_t num_groups = weight.codes.size(1), num_spans = num_groups * GROUP / weight.span;
+  const uint8_t* group = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
+  const int64_t per_span = weight.span / (IS_PAIR ? 2 : 1);
+  const Factors scales(weight.scales, weight.steps, num_spans, weight.shared);
+  const Factors minima(weight.minima, weight.min_steps, num_spans, weight.shared);
+#ifdef __AVX512BF16__
+  const Table table(weight.zero);
+  const __m512i nibbles = low_table(table);
+#endif
+  vec totals[R][VECTORS] = {};
+  for (int64_t span = 0; span < num_spans; ++span) {
+    vec sums[R][VECTORS][PARTS] = {};
+    const int64_t in_group = span * weight.span % GROUP;
+    const E* from = x + span * per_span;
+    __builtin_prefetch(group + 16 * bytes_of(C) + in_group * bytes_of(C) / GROUP);
+    __builtin_prefetch(group + 16 * bytes_of(C) + in_group * bytes_of(C) / GROUP + 64);
+    __builtin_prefetch(group + 16 * bytes_of(C) + in_group * bytes_of(C) / GROUP + 128);
+    __builtin_prefetch(group + 16 * bytes_of(C) + in_group * bytes_of(C) / GROUP + 192);
+    const auto add = [&](int64_t first, auto count) {
+#pragma GCC unroll 32
+      for (int64_t i = 0; i < count.value; ++i) {
+        if constexpr (IS_PAIR) {
+#ifdef __AVX512BF16__
+          const vec factor = (vec)decoded_pair<C>(group, first + i, table, nibbles);
+          for (int r = 0; r < R; ++r)
+            sums[r][0][i % PARTS] = add_products(sums[r][0][i % PARTS], from[r * x_stride + i], factor);
+#endif
+        } else {
+          for (int64_t v = 0; v < VECTORS; ++v) {
+            const vec factor = decoded<C>(group, first + i, v * WIDTH, int32_t(weight.zero));
+            for (int r = 0; r < R; ++r) sums[r][v][0] += from[r * x_stride + i] * factor;
+          }
+        }
+      }
+    };
+    constexpr int SIZE = IS_PAIR ? 2 : 1;
+    if (weight.span == GROUP)
+      add(0, std::integral_constant<int, GROUP / SIZE>());
+    else if (in_group)
+      add(GROUP / 2 / SIZE, std::integral_constant<int, GROUP / 2 / SIZE>());
+    else
+      add(0, std::integral_constant<int, GROUP / 2 / SIZE>());
+    for (int64_t v = 0; v < VECTORS; ++v) {
+      const vec scale = scales.at(block, span, v);
+      for (int r = 0; r < R; ++r) {
+        vec sum = sums[r][v][0];
+        for (int part = 1; part < PARTS; ++part) sum += sums[r][v][part];
+        totals[r][v] += scale * sum;
+      }
+      if (!minima) continue;
+      const vec minimum = minima.at(block, span, v);
+      for (int r = 0; r < R; ++r) totals[r][v] -= minimum * input_sums[r * sum_stride + span];
+    }
+    if (in_group + weight.span == GROUP) group += bytes_of(C);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int64_t v = 0; v < VECTORS; ++v) store(out + r * LANES + v * WIDTH, totals[r][v]);
+}
+
+constexpr int MAX_QUANTISED_ROWS = WIDTH == 16 ? 8 : 4;
+
+// The same for any number of rows.
+template <int C, int R = MAX_QUANTISED_ROWS, typename E>
+inline void block_products(const Quantised& weight, int64_t rows, const E* x, int64_t x_stride, const float* input_sums,
+                           int64_t sum_stride, int64_t block, float* out) {
+  for (; rows >= R; rows -= R, x += R * x_stride, out += R * LANES, input_sums += R * sum_stride)
+    block_rows<C, R>(weight, x, x_stride, input_sums, sum_stride, block, out);
+  if constexpr (R > 1)
+    if (rows) block_products<C, R - 1>(weight, rows, x, x_stride, input_sums, sum_stride, block, out);
+}
+
+#ifdef HAS_TILES
+constexpr int64_t TILE_ROWS = 16, TILE_BLOCKS = 4;
+
+// Asks Linux once to let this process use matrix tiles; returns whether it does.
+inline bool has_tiles() {
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  static const bool allowed = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+  return allowed;
+}
+
+// Sets the sizes of this thread's tiles: 0 to 3 are sums of `rows` by a block's outputs, 4 is the input of one span, 5
+// are the codes of one block.
+inline void configure_tiles(int64_t rows, int64_t span) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int i = 0; i < 4; ++i) config.bytes_per_row[i] = 64, config.rows[i] = uint8_t(rows);
+  config.bytes_per_row[4] = uint16_t(span * 2), config.rows[4] = uint8_t(rows);
+  config.bytes_per_row[5] = 64, config.rows[5] = uint8_t(span / 2);
+  _tile_loadconfig(&config);
+}
+
+// out[block][r][0:LANES] = products of up to TILE_ROWS rows with TILE_BLOCKS blocks from `block` on.
+template <int C>
+void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t x_stride, const float* input_sums,
+                   int64_t sum_stride, int64_t block, float* out) {
+  const int64_t num_groups = weight.codes.size(1), num_spans = num_groups * GROUP / weight.span;
+  const int64_t num_pairs = weight.span / 2;
+  const uint8_t* codes = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
+  const Table table(weight.zero);
+  const __m512i nibbles = low_table(table);
+  const Factors scales(weight.scales, weight.steps, num_spans, weight.shared);
+  const Factors minima(weight.minima, weight.min_steps, num_spans, weight.shared);
+  alignas(64) pair decoded[TILE_BLOCKS][GROUP / 2][LANES];
+  alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
+  std::fill(out, out + TILE_BLOCKS * TILE_ROWS * LANES, 0.0f);
+  configure_tiles(rows, weight.span);
+  for (int64_t span = 0; span < num_spans; ++span) {
+    const int64_t group = span * weight.span / GROUP;
+    _tile_loadd(4, x + span * num_pairs, x_stride * sizeof(pair));
+    const auto decode = [&](int64_t b, auto first, auto count) {
+      const uint8_t* from = codes + (b * num_groups + group) * bytes_of(C);
+      for (int64_t line = 0; line < bytes_of(C); line += 64) __builtin_prefetch(from + 4 * bytes_of(C) + line);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < count.value; ++i)
+        _mm512_store_si512(decoded[b][i], decoded_pair<C>(from, first.value + i, table, nibbles));
+    };
+    for (int64_t b = 0; b < TILE_BLOCKS; ++b) {
+      using Whole = std::integral_constant<int, GROUP / 2>;
+      using Half = std::integral_constant<int, GROUP / 4>;
+      using Zero = std::integral_constant<int, 0>;
+      if (weight.span == GROUP)
+        decode(b, Zero(), Whole());
+      else if (span % 2)
+        decode(b, Half(), Half());
+      else
+        decode(b, Zero(), Half());
+    }
+    // Tiles have numbers that are known when this is compiled.
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(5, decoded[0], 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(5, decoded[1], 64);
+    _tile_dpbf16ps(1, 4, 5);
+    _tile_loadd(5, decoded[2], 64);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_loadd(5, decoded[3], 64);
+    _tile_dpbf16ps(3, 4, 5);
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (int64_t b = 0; b < TILE_BLOCKS; ++b) {
+      const vec scale = scales.at(block + b, span, 0);
+      float* to = out + b * TILE_ROWS * LANES;
+      for (int64_t r = 0; r < rows; ++r)
+        store(to + r * LANES, load(to + r * LANES) + scale * load(sums[b][r]));
+      if (!minima) continue;
+      const vec minimum = minima.at(block + b, span, 0);
+      for (int64_t r = 0; r < rows; ++r)
+        store(to + r * LANES, load(to + r * LANES) - minimum * input_sums[r * sum_stride + span]);
+    }
+  }
+  _tile_release();
+}
+#endif
+
+// out = x @ weight.T + bias for rows in T.
+template <int C, typename T>
+void multiply_quantised(const Tensor& x, const Quantised& weight, const T* bias, Tensor& out) {
+  using E = Element<T>;
+  constexpr bool IS_PAIR = std::is_same_v<E, pair>;
+  const int64_t inputs = x.size(-1), num_rows = x.numel() / inputs, outputs = weight.outputs;
+  const int64_t num_blocks = weight.codes.size(0), num_spans = inputs / weight.span;
+  const Tensor factors = IS_PAIR ? x : x.to(at::kFloat);
+  Tensor sums_of_inputs;
+  if (weight.minima.defined()) sums_of_inputs = x.to(at::kFloat).view({num_rows, num_spans, weight.span}).sum(-1);
+  const float* input_sums = sums_of_inputs.defined() ? sums_of_inputs.const_data_ptr<float>() : nullptr;
+  const E* a = static_cast<const E*>(factors.const_data_ptr());
+  const int64_t stride = inputs / (IS_PAIR ? 2 : 1);
+  T* to = out.mutable_data_ptr<T>();
+  const auto write = [&](int64_t row, int64_t block, float* sums) {
+    const int64_t n = std::min(LANES, outputs - block * LANES);
+    for (int64_t j = 0; bias && j < n; ++j) sums[j] += float(bias[block * LANES + j]);
+    store_as(to + row * outputs + block * LANES, sums, n);
+  };
+  int64_t num_tiled = 0;  // blocks that matrix tiles multiply
+#ifdef HAS_TILES
+  if constexpr (IS_PAIR)
+    if (num_rows > 2 && has_tiles()) {
+      num_tiled = num_blocks / TILE_BLOCKS * TILE_BLOCKS;
+      at::parallel_for(0, num_blocks / TILE_BLOCKS, 1, [&](int64_t begin, int64_t end) {
+        alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
+        for (int64_t block = begin * TILE_BLOCKS; block < end * TILE_BLOCKS; block += TILE_BLOCKS)
+          for (int64_t row = 0; row < num_rows; row += TILE_ROWS) {
+            const int64_t rows = std::min(TILE_ROWS, num_rows - row);
+            tile_products<C>(weight, rows, a + row * stride, stride, input_sums + row * num_spans, num_spans, block,
+                             &sums[0][0][0]);
+            for (int64_t b = 0; b < TILE_BLOCKS; ++b)
+              for (int64_t r = 0; r < rows; ++r) write(row + r, block + b, sums[b][r]);
+          }
+      });
+    }
+#endif
+  at::parallel_for(num_tiled, num_blocks, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(MAX_QUANTISED_ROWS * LANES);
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t row = 0; row < num_rows; row += MAX_QUANTISED_ROWS) {
+        const int64_t rows = std::min<int64_t>(MAX_QUANTISED_ROWS, num_rows - row);
+        block_products<C>(weight, rows, a + row * stride, stride, input_sums + row * num_spans, num_spans, block,
+                          sums.data());
+        for (int64_t r = 0; r < rows; ++r) write(row + r, block, &sums[r * LANES]);
+      }
+  });
+}
+
+template <typename F>
+void with_code(int64_t code, F function) {
+  switch (code) {
+    case FOUR: return function(std::integral_constant<int, FOUR>());
+    case FIVE: return function(std::integral_constant<int, FIVE>());
+    case SIX: return function(std::integral_constant<int, SIX>());
+    case EIGHT: return function(std::integral_constant<int, EIGHT>());
+    default: TORCH_CHECK(false, "no codes of ", code, " bits");
+  }
+}
+
+// Returns x @ weight.T + bias, [..., outputs] in the input's dtype.
+Tensor quantised_product(const Tensor& x, const Quantised& weight, const std::optional<Tensor>& bias) {
+  const int64_t inputs = weight.codes.size(1) * GROUP;
+  TORCH_CHECK(x.size(-1) == inputs, "a product of ", x.sizes(), " with a quantised weight of ", inputs, " inputs");
+  auto sizes = x.sizes().vec();
+  sizes.back() = weight.outputs;
+  auto out = at::empty(sizes, x.options());
+  const Tensor rows = x.contiguous(), biases = bias ? bias->to(x.scalar_type()).contiguous() : Tensor();
+  const auto multiply = [&](auto zero) {
+    using T = decltype(zero);
+    const T* added = bias ? biases.const_data_ptr<T>() : nullptr;
+    with_code(weight.code, [&](auto code) { multiply_quantised<code.value, T>(rows, weight, added, out); });
+  };
+  AT_DISPATCH_SWITCH(x.scalar_type(), "quantised_product", AT_DISPATCH_CASE(at::kFloat, [&] { multiply(scalar_t()); })
+                     AT_DISPATCH_CASE(at::kBFloat16, [&] { multiply(scalar_t()); })
+                     AT_DISPATCH_CASE(at::kHalf, [&] { multiply(scalar_t()); }));
+  return out;
+}
+
+// Returns rows (outputs) of the weight, dequantised: [len(indices), inputs] fp32.
+Tensor quantised_rows(const Tensor& indices, const Quantised& weight) {
+  const int64_t num_groups = weight.codes.size(1), inputs = num_groups * GROUP;
+  const Tensor wanted = indices.to(at::kLong).contiguous();
+  auto out = at::empty({wanted.numel(), inputs}, at::kFloat);
+  const int64_t* rows = wanted.const_data_ptr<int64_t>();
+  float* to = out.mutable_data_ptr<float>();
+  const Factors scales(weight.scales, weight.steps, inputs / weight.span, weight.shared);
+  const Factors minima(weight.minima, weight.min_steps, inputs / weight.span, weight.shared);
+  with_code(weight.code, [&](auto code) {
+    constexpr int C = code.value;
+    at::parallel_for(0, wanted.numel(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        TORCH_CHECK_INDEX(rows[i] >= 0 && rows[i] < weight.outputs, "row ", rows[i], " of ", weight.outputs);
+        const int64_t block = rows[i] / LANES, lane = rows[i] % LANES, v = lane / WIDTH, j = lane % WIDTH;
+        const uint8_t* group = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
+        for (int64_t input = 0; input < inputs; ++input) {
+          const int64_t span = input / weight.span;
+          const float scale = scales.at(block, span, v)[j];
+          const float code_value = decoded<C>(group + input / GROUP * bytes_of(C), input % GROUP, v * WIDTH,
+                                              int32_t(weight.zero))[j];
+          float value = scale * code_value;
+          if (minima) value -= minima.at(block, span, v)[j];
+          to[i * inputs + input] = value;
+        }
+      }
+    });
+  });
+  return out;
+}
