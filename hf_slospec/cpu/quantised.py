@@ -55,8 +55,12 @@ class QuantisedMatrix:
         packed = _packed(weight.codes, weight.bits)
         per_span = (weight.scales, weight.steps, weight.minima, weight.min_steps)
         kept = [packed, *(None if each is None else _by_block(each) for each in per_span)]
-        self._tensors = [tensor for tensor in kept if tensor is not None]
-        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+        names = "codes", "scales", "steps", "minima", "min_steps"
+        self.tensors = {
+            name: tensor for name, tensor in zip(names, kept, strict=True) if tensor is not None
+        }
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.bits = weight.bits
         self.id: int = torch.ops.hf_slospec.new_quantised(
             weight.bits, weight.zero, self.outputs, weight.span, weight.shared, *kept
         )

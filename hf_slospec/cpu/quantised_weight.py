@@ -1,0 +1,111 @@
+"""``QuantisedWeight``, the tensor class of parameters that stay packed, and models that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hf_slospec.cpu.quantised import QuantisedMatrix, quantise
+
+aten = torch.ops.aten
+BITS = {"int8": 8, "int4": 4}  # by name of SLOSpecConfig(weights=...)
+
+
+class QuantisedWeight(torch.Tensor):
+    """A weight [outputs, inputs] in the dtype of its model, held by a :class:`QuantisedMatrix`.
+
+    Linear layers and embeddings of torch compute with the packed matrix; other operators get the
+    dequantised weight.
+    """
+
+    matrix: QuantisedMatrix
+
+    @staticmethod
+    def __new__(cls, matrix: QuantisedMatrix, dtype: torch.dtype) -> QuantisedWeight:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, (matrix.outputs, matrix.inputs), dtype=dtype, device="cpu"
+        )
+        made.matrix = matrix
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"QuantisedWeight({self.matrix.bits} bits, {list(self.shape)}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the tensors that hold the values, as torch's subclasses do."""
+        return list(self.matrix.tensors), (self.matrix, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, tensors: Mapping[str, torch.Tensor], context: Any, *_: Any
+    ) -> QuantisedWeight:
+        return cls(*context)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self.__dict__["matrix"].tensors[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = QuantisedWeight(self.matrix, self.dtype)  # codes are never written
+        memo[id(self)] = made = nn.Parameter(copied, False)
+        return made if isinstance(self, nn.Parameter) else copied
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and type(args[0]) is not cls:
+            input, weight, bias = (*args, kwargs.get("bias"))[:3]
+            if type(weight) is cls and input.device.type == "cpu":
+                return weight.matrix(input, bias)
+        if func is F.embedding and type(args[1]) is cls:
+            return args[1].matrix.rows(args[0]).to(args[1].dtype)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (aten.detach.default, aten.alias.default):
+            return cls(args[0].matrix, args[0].dtype)
+        device = kwargs.get("device")
+        if func is aten._to_copy.default and (device is None or torch.device(device).type == "cpu"):
+            return cls(args[0].matrix, kwargs.get("dtype") or args[0].dtype)
+
+        def plain(value: Any) -> Any:
+            return value.matrix.dequantised().to(value.dtype) if type(value) is cls else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def quantise_model(model: nn.Module, name: str) -> int:
+    """Quantise the weights of all linear layers of a model, and its embeddings if the head has the
+    same weight, in place.
+
+    Args:
+        model: a model on the CPU in fp32, bf16 or fp16.
+        name: "int8" or "int4".
+
+    Returns:
+        The number of weights that were quantised.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
+        weight = layer.weight
+        if type(weight) is nn.Parameter and weight.shape[1] % 32 == 0 and id(weight) not in made:
+            matrix = QuantisedMatrix(quantise(weight, BITS[name]))
+            made[id(weight)] = nn.Parameter(QuantisedWeight(matrix, weight.dtype), False)
+    for module in model.modules():
+        for key, weight in list(module._parameters.items()):
+            if id(weight) in made:
+                module._parameters[key] = made[id(weight)]
+    return len(made)
