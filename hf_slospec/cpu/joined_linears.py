@@ -21,15 +21,19 @@ from hf_slospec.cpu.kernels import (
     SIZES,
     Kernel,
     KernelChoice,
+    Matrix,
+    Plain,
     choose,
     packed_by,
 )
 from hf_slospec.cpu.operators import Blocks, Context
+from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.cpu.packed_weights import FREE_SHARE, can_be_packed, matrices_of
 from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.memory import free_memory
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
+ALWAYS = KernelChoice(kernel="as it is", is_faster=(True,) * len(SIZES))
 BLOCKS_ONLY = KernelChoice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 
 
@@ -93,6 +97,11 @@ class JoinedLinears:
         layers = self._layers[index]
         versions = _versions_of(layers)
         choice = PLAIN
+        if any(isinstance(layer.weight, QuantisedWeight) for layer in layers):
+            shared = [_as_it_is(layer) for layer in layers]
+            self.context.set_linear(index, [], shared, ALWAYS)
+            self._made[index] = versions, 0
+            return
         with torch.inference_mode(False):  # the copies may outlive the caller's inference mode
             plain = [matrices_of(layer, layer.weight)[0] for layer in layers]
             if self._is_invariant:
@@ -133,6 +142,14 @@ class JoinedLinears:
         return self._choices[shape]
 
 
+def _as_it_is(layer: Any) -> Matrix:
+    """Return a matrix that holds no copy of a layer's weight."""
+    weight = layer.weight
+    if isinstance(weight, QuantisedWeight):
+        return weight.matrix
+    return Plain(matrices_of(layer, weight)[0])
+
+
 def _shape_of(layers: Sequence[Any]) -> Any:
     return tuple((layer.weight.dtype, layer.weight.shape) for layer in layers)
 
@@ -157,6 +174,11 @@ def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[st
         if node.op == "call_function" and node.target is torch.ops.hf_slospec.linear.default:
             by_input[node.args[0]].append(node)
     linears = list[list[str]]()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.hf_slospec.embedding.default:
+            *inputs, index, width = node.args
+            node.args = *inputs, len(linears), width
+            linears.append([names[index]])
     for nodes in by_input.values():
         x, context = nodes[0].args[:2]  # read late: it may have been replaced below
         outputs = [node.args[3] for node in nodes]

@@ -29,13 +29,16 @@ namespace {
 
 using at::Tensor;
 
+struct Quantised;
+
 // A weight [outputs, inputs] as it is, or in one of the layouts of cpu/kernels.py.
 struct Weight {
-  enum Kind { PLAIN, ONEDNN, MKL, FBGEMM, BLOCKS } kind;
+  enum Kind { PLAIN, ONEDNN, MKL, FBGEMM, BLOCKS, QUANTISED } kind;
   Tensor tensor;                                         // the weight or its packed copy
   Tensor sizes;                                          // MKL reads the shape of the weight from it
   int64_t outputs = 0;                                   // of BLOCKS
   c10::intrusive_ptr<LinearPackedParamsBase> packed_fp16;  // FBGEMM
+  std::shared_ptr<Quantised> quantised = nullptr;
 };
 
 // A linear layer: the copy of its weights, joined, for some numbers of tokens, and its weights for the others.
@@ -363,7 +366,7 @@ int64_t block_elements(bool is_bf16) { return is_bf16 && HAS_PAIRS ? 2 : 1; }
 #include "quantised.hpp"
 
 // Quantised weights that products from Python use, by id.
-std::map<int64_t, Quantised> quantised_weights;
+std::map<int64_t, std::shared_ptr<Quantised>> quantised_weights;
 
 int64_t new_quantised(int64_t code, int64_t zero, int64_t outputs, int64_t span, int64_t shared, const Tensor& codes,
                       const Tensor& scales, const std::optional<Tensor>& steps, const std::optional<Tensor>& minima,
@@ -371,8 +374,8 @@ int64_t new_quantised(int64_t code, int64_t zero, int64_t outputs, int64_t span,
   static int64_t last = 0;
   const auto or_none = [](const std::optional<Tensor>& tensor) { return tensor.value_or(Tensor()); };
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  quantised_weights[++last] = {code, zero, outputs, span, shared, codes, scales, or_none(steps), or_none(minima),
-                               or_none(min_steps)};
+  quantised_weights[++last] = std::make_shared<Quantised>(Quantised{
+      code, zero, outputs, span, shared, codes, scales, or_none(steps), or_none(minima), or_none(min_steps)});
   return last;
 }
 
@@ -381,16 +384,33 @@ void delete_quantised(int64_t id) {
   quantised_weights.erase(id);
 }
 
-Quantised quantised_of(int64_t id) {
+std::shared_ptr<Quantised> quantised_of(int64_t id) {
   std::lock_guard<std::mutex> guard(contexts_mutex);
   return quantised_weights.at(id);
 }
 
 Tensor quantised_product_of(const Tensor& x, int64_t id, const std::optional<Tensor>& bias) {
-  return quantised_product(x, quantised_of(id), bias);
+  return quantised_product(x, *quantised_of(id), bias);
 }
 
-Tensor quantised_rows_of(const Tensor& indices, int64_t id) { return quantised_rows(indices, quantised_of(id)); }
+Tensor quantised_rows_of(const Tensor& indices, int64_t id) { return quantised_rows(indices, *quantised_of(id)); }
+
+void add_quantised(int64_t id, int64_t index, int64_t quantised_id) {
+  linear_at(id, index).packed.push_back({Weight::QUANTISED, {}, {}, 0, {}, quantised_of(quantised_id)});
+}
+
+void add_plain(int64_t id, int64_t index, const Tensor& weight) {
+  linear_at(id, index).packed.push_back({Weight::PLAIN, weight, {}, 0, {}});
+}
+
+// Returns rows of a context's quantised weight in the dtype of `like`: [..., width].
+Tensor embedding(const Tensor& indices, const Tensor& like, const Tensor& id, int64_t index, int64_t width) {
+  const auto context = context_of(id);
+  auto sizes = indices.sizes().vec();
+  sizes.push_back(width);
+  const auto& weight = context->linears.at(index).packed.at(0);
+  return quantised_rows(indices, *weight.quantised).to(like.scalar_type()).view(sizes);
+}
 
 Tensor product(const Tensor& x, const Weight& weight) {
   using Scalars = c10::List<std::optional<at::Scalar>>;
@@ -409,6 +429,8 @@ Tensor product(const Tensor& x, const Weight& weight) {
                                          int64_t)>();
       return op.call(x, weight.tensor, weight.sizes, std::nullopt, x.numel() / x.size(-1));
     }
+    case Weight::QUANTISED:
+      return quantised_product(x, *weight.quantised, std::nullopt);
     case Weight::BLOCKS:
       return block_product(x, weight.tensor, weight.outputs, 0, std::nullopt);
     case Weight::FBGEMM:
@@ -733,6 +755,9 @@ TORCH_LIBRARY(hf_slospec, library) {
   library.def("block_product(Tensor x, Tensor blocks, int outputs, int chunk, Tensor? bias) -> Tensor", block_product);
   library.def("new_quantised(int code, int zero, int outputs, int span, int shared, Tensor codes, Tensor scales, "
               "Tensor? steps, Tensor? minima, Tensor? min_steps) -> int", new_quantised);
+  library.def("add_quantised(int id, int index, int quantised_id) -> ()", add_quantised);
+  library.def("add_plain(int id, int index, Tensor weight) -> ()", add_plain);
+  library.def("embedding(Tensor indices, Tensor like, Tensor id, int index, int width) -> Tensor");
   library.def("delete_quantised(int id) -> ()", delete_quantised);
   library.def("quantised_product(Tensor x, int id, Tensor? bias) -> Tensor", quantised_product_of);
   library.def("quantised_rows(Tensor indices, int id) -> Tensor", quantised_rows_of);
@@ -746,4 +771,5 @@ TORCH_LIBRARY(hf_slospec, library) {
 TORCH_LIBRARY_IMPL(hf_slospec, CPU, library) {
   library.impl("linear", linear);
   library.impl("attend", attend);
+  library.impl("embedding", embedding);
 }

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.cpu.kernels import FBGEMM, MKL, SIZES, KernelChoice, Matrix, OneDNN
+from hf_slospec.cpu.kernels import FBGEMM, MKL, SIZES, KernelChoice, Matrix, OneDNN, Plain
+from hf_slospec.cpu.quantised import QuantisedMatrix
 from hf_slospec.forks import Lock
 from hf_slospec.model.batch import PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
@@ -98,6 +99,7 @@ def _load(path: Path) -> None:
     torch.ops.load_library(path)
     torch.library.register_fake("hf_slospec::linear", _traced_linear)
     torch.library.register_fake("hf_slospec::attend", _traced_attend)
+    torch.library.register_fake("hf_slospec::embedding", _traced_embedding)
 
 
 def _traced_linear(x: torch.Tensor, id: torch.Tensor, index: int, outputs: int) -> torch.Tensor:
@@ -108,6 +110,12 @@ def _traced_attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _traced_embedding(
+    indices: torch.Tensor, like: torch.Tensor, id: torch.Tensor, index: int, width: int
+) -> torch.Tensor:
+    return like.new_empty(*indices.shape, width)
 
 
 def load() -> None:
@@ -203,6 +211,10 @@ class Context:
                 operators.add_onednn(self._id, index, matrix.packed)
             elif isinstance(matrix, MKL):
                 operators.add_mkl(self._id, index, matrix.packed, matrix.sizes)
+            elif isinstance(matrix, QuantisedMatrix):
+                operators.add_quantised(self._id, index, matrix.id)
+            elif isinstance(matrix, Plain):
+                operators.add_plain(self._id, index, matrix.weight)
             elif isinstance(matrix, Blocks):
                 operators.add_blocks(self._id, index, matrix.packed, matrix.outputs)
             else:

@@ -23,7 +23,7 @@ class QuantisedWeight(torch.Tensor):
     dequantised weight.
     """
 
-    matrix: QuantisedMatrix
+    matrix: QuantisedMatrix = None  # type: ignore[assignment]  # set by __new__
 
     @staticmethod
     def __new__(cls, matrix: QuantisedMatrix, dtype: torch.dtype) -> QuantisedWeight:

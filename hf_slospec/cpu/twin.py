@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram, export
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu.joined_linears import join_linears
+from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.model.attention.hook import AttentionHook, Positions, run_model
 from hf_slospec.model.batch import AttentionLayer, AttentionRules
 from hf_slospec.model.inputs import ForwardTensors
@@ -60,6 +61,7 @@ class GraphDescription:
     input_size: int | None  # size of a token's embedding; None: tokens are ids
     # Name of a module's attribute -> repr of its value; None unless the class is this package's.
     settings: dict[str, str] | None
+    quantised: frozenset[str] = frozenset()  # names of tensors that stay packed
     modules_only: bytes | None = None  # the pickled modules without weights, if there are settings
 
     @classmethod
@@ -84,6 +86,7 @@ class GraphDescription:
             keeps_logits,
             getattr(model, "packed_input_size", None),
             _settings(model) if _is_ours(type(model)) else None,
+            frozenset(name for name, tensor in named if isinstance(tensor, QuantisedWeight)),
         )
 
     def with_modules(self, model: Any) -> GraphDescription:
@@ -127,6 +130,7 @@ class GraphDescription:
             "feature_layers": self.feature_layers,
             "settings": self.settings,
             "lora": self.lora,
+            "quantised": sorted(self.quantised),
         }
 
 
@@ -279,6 +283,25 @@ class _TracedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+class _TracedEmbedding(nn.Module):
+    """Embedding that calls the ``embedding`` operator, which has the quantised weight."""
+
+    def __init__(self, step: _Step, name: str, width: int):
+        super().__init__()
+        self._step = [step]
+        self._index = len(step.linears)
+        self._width = width
+        step.linears.append(name)
+        dtype, _ = step.description.tensors[f"{name}.weight"]
+        self.weight = torch.zeros(1, dtype=dtype, device="cpu")  # models read its dtype
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = torch.ops.hf_slospec.embedding(
+            indices, self.weight, self._step[0].traced.context, self._index, self._width
+        )
+        return rows
+
+
 class _TracedLoRA(nn.Module):
     """LoRA layer whose base layer and adapters call the ``linear`` operator."""
 
@@ -322,6 +345,12 @@ class _Step(nn.Module):
             parent, _, attribute = name.rpartition(".")
             holder = twin.get_submodule(parent)
             setattr(holder, attribute, self._traced(name, getattr(holder, attribute)))
+        for name in [name for name, part in twin.named_modules() if type(part) is nn.Embedding]:
+            if f"{name}.weight" in description.quantised:
+                parent, _, attribute = name.rpartition(".")
+                width = twin.get_submodule(name).embedding_dim
+                traced = _TracedEmbedding(self, name, width)
+                setattr(twin.get_submodule(parent), attribute, traced)
         named = [*twin.named_parameters(), *twin.named_buffers()]
         self.weights = [name for name, _ in named]
         if missing := [name for name in self.weights if name not in description.tensors]:

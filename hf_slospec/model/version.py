@@ -319,7 +319,8 @@ def _weights_of(parts: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _is_dense(weight: Any) -> bool:
-    return type(weight) in PLAIN and weight.layout is torch.strided
+    has_matrix = hasattr(type(weight), "matrix")  # see cpu/quantised_weight.py
+    return has_matrix or (type(weight) in PLAIN and weight.layout is torch.strided)
 
 
 def _addresses(state: State) -> list[int]:
