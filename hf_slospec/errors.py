@@ -102,6 +102,14 @@ class InputModel(BaseModel):
         except ValidationError as error:
             raise InvalidInputError(describe_validation_error(error)) from error
 
+    if not TYPE_CHECKING:  # type checkers refuse to set fields of a frozen model
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise InvalidInputError(
+                f"{type(self).__name__} is frozen; make another one with "
+                f"model_copy(update={{{name!r}: {reprlib.repr(value)}}})"
+            )
+
 
 def describe_validation_error(error: ValidationError, name: Callable[[str], str] = str) -> str:
     """Return the messages of all faults of a pydantic error, joined by semicolons.

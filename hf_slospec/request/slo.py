@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from hf_slospec.errors import InvalidInputError, InvalidTypeError
+from hf_slospec.errors import InputModel, InvalidInputError, InvalidTypeError
 
 # Takes the tokens so far; returns whether the output, or a stage of it, ends with the last one.
 IsOver = Callable[[list[int]], bool]
@@ -31,15 +31,13 @@ class Stage:
     ttft_slo_s: float | None = None
 
 
-class SLOStage(BaseModel):
+class SLOStage(InputModel):
     """Part of a row's output with its own SLOs; a list of stages is the SLO of one row.
 
     For example, to think fast and answer at reading speed: ``[SLOStage(slo_tpot=0.01,
     until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config that is saved, use dicts
     with these fields.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     slo_tpot: float | None = Field(
         strict=True, description="Seconds per output token; None: no SLO."
@@ -112,8 +110,11 @@ def _parsed(slo: Any, ends_with: EndsWith | None) -> Stages:
         _check_seconds(slo)
         return (Stage(slo),)
     try:
-        stages = [s if isinstance(s, SLOStage) else SLOStage.model_validate(s) for s in slo]
-    except ValidationError as error:
+        stages = [
+            s if isinstance(s, SLOStage) else SLOStage(**{str(k): v for k, v in s.items()})
+            for s in slo
+        ]
+    except InvalidInputError as error:
         raise InvalidInputError(f"slo_tpot has an invalid stage: {error}") from error
     for stage in stages:
         _check_seconds(stage.slo_tpot)
