@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # the names of :data:`_NAMES` again, for type checkers and ed
     from hf_slospec.generate.call import SLOSpecOutput as SLOSpecOutput
     from hf_slospec.generate.enable import disable as disable
     from hf_slospec.generate.enable import enable as enable
+    from hf_slospec.generate.enable import enabled as enabled
     from hf_slospec.generate.rollouts import RolloutCallback as RolloutCallback
     from hf_slospec.model.memory import MemoryUse as MemoryUse
     from hf_slospec.model.version import weights_changed as weights_changed
@@ -76,7 +77,7 @@ _NAMES = {
         "UnsupportedOptionError "
     ),
     "generate.call": "SLOSpecOutput",
-    "generate.enable": "disable enable",
+    "generate.enable": "disable enable enabled",
     "generate.rollouts": "RolloutCallback",
     "drafters.past_answers": "PastAnswers",
     "model.memory": "MemoryUse",

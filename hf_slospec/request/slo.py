@@ -4,6 +4,7 @@ conversion to stages.
 
 from __future__ import annotations
 
+import logging
 import numbers
 import sys
 from collections.abc import Callable, Sequence
@@ -14,9 +15,12 @@ from pydantic import Field, model_validator
 
 from hf_slospec.errors import InputModel, InvalidInputError, InvalidTypeError
 
+logger = logging.getLogger(__name__)
+
 # Takes the tokens so far; returns whether the output, or a stage of it, ends with the last one.
 IsOver = Callable[[list[int]], bool]
 LEAST_SLO_S = 1e-9  # shortest SLO in seconds; division by a shorter one may overflow
+LONG_SLO_S = 5.0  # longer TPOT SLOs were probably meant as milliseconds
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,17 @@ def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list
     if isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot):
         return [_parsed(row_slo, ends_with) for row_slo in slo_tpot]
     return _parsed(slo_tpot, ends_with)
+
+
+def warn_of_milliseconds(slo: Stages | list[Stages]) -> None:
+    """Log a warning if a TPOT SLO is so long that it was probably meant in milliseconds."""
+    rows = slo if isinstance(slo, list) else [slo]
+    slos_s = [float(stage.tpot_slo_s or 0.0) for stages in rows for stage in stages]
+    if (longest_s := max(slos_s, default=0.0)) > LONG_SLO_S:
+        logger.warning(
+            "slo_tpot=%g means %g seconds per output token; for %g milliseconds, pass %g",
+            *(longest_s, longest_s, longest_s, longest_s / 1e3),
+        )
 
 
 def _is_stages(value: Any) -> bool:
