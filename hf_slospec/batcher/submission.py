@@ -154,8 +154,10 @@ def has_texts(inputs: Any) -> TypeGuard[Texts]:
     """Return whether the inputs of ``generate`` are a text, chat messages, or a sequence that
     begins with one of these.
     """
-    first = inputs[0] if isinstance(inputs, (list, tuple)) and inputs else inputs
-    return isinstance(first, (str, dict)) or _is_chat(first)
+    rows = inputs if isinstance(inputs, (list, tuple)) else ()
+    return isinstance(inputs, str) or any(
+        isinstance(row, (str, dict)) or _is_chat(row) for row in rows[:1]
+    )
 
 
 def inputs_of_texts(

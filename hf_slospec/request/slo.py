@@ -75,7 +75,8 @@ EndsWith = Callable[[str], IsOver]
 
 
 def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list[Stages]:
-    """Return the stages that ``slo_tpot`` describes.
+    """Return the stages that ``slo_tpot`` describes; log a warning if milliseconds were probably
+    meant.
 
     Args:
         slo_tpot: the argument of ``generate`` or ``submit``.
@@ -96,20 +97,15 @@ def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list
             raise InvalidInputError(
                 f"slo_tpot has no values that can be read; pass numbers: {error}"
             ) from error
-    if isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot):
-        return [_parsed(row_slo, ends_with) for row_slo in slo_tpot]
-    return _parsed(slo_tpot, ends_with)
-
-
-def warn_of_milliseconds(slo: Stages | list[Stages]) -> None:
-    """Log a warning if a TPOT SLO is so long that it was probably meant in milliseconds."""
-    rows = slo if isinstance(slo, list) else [slo]
+    is_per_row = isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot)
+    rows = [_parsed(row_slo, ends_with) for row_slo in (slo_tpot if is_per_row else [slo_tpot])]
     slos_s = [float(stage.tpot_slo_s or 0.0) for stages in rows for stage in stages]
     if (longest_s := max(slos_s, default=0.0)) > LONG_SLO_S:
         logger.warning(
             "slo_tpot=%g means %g seconds per output token; for %g milliseconds, pass %g",
             *(longest_s, longest_s, longest_s, longest_s / 1e3),
         )
+    return rows if is_per_row else rows[0]
 
 
 def _is_stages(value: Any) -> bool:
