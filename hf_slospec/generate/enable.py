@@ -223,7 +223,7 @@ def enabled(
     assistant_model: PreTrainedModel | Drafting | None = None,
     **options: Any,
 ) -> Iterator[PreTrainedModel]:
-    """Enable a model within a ``with`` block; afterwards it is enabled as before, or not at all.
+    """Let a model speculate within a ``with`` block; afterwards it is enabled as before, or not.
 
     Args:
         model, assistant_model, options: the arguments of :func:`enable`.
