@@ -87,6 +87,7 @@ class BatchingService:
         self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None
         # Speculator.placements when the engine was made; compared to notice moved or cast models.
         self._placements = list[tuple[Any, ...]]()
+        self._is_closed = False  # set by `close`
         self._is_led = False  # this service's batcher leads the model's processes; see Ranks
         self._index = itertools.count()
         self._lock = FairLock()
@@ -104,8 +105,10 @@ class BatchingService:
             UnsupportedOptionError: the draft model is split over processes.
             UnsupportedInputError: every request would fail because of the model's generation
                 config.
+            NotRunningError: :meth:`close` was called.
         """
         with self._lock:
+            self.check_open()
             if self._batcher is None:
                 check_decoder_only(self.decoder.model, "the batcher")
                 speculator = self.decoder.speculator
@@ -159,14 +162,26 @@ class BatchingService:
                 if thread is not threading.current_thread():  # a streamer may stop the batcher
                     thread.join(STREAMER_S)
 
+    def close(self, drain: bool, timeout: float | None) -> None:
+        """Refuse calls from now on, and stop the batcher; see :meth:`stop`."""
+        with self._lock:
+            self._is_closed = True
+        self.stop(drain, timeout)
+
+    def check_open(self) -> None:
+        """Raise NotRunningError if :meth:`close` was called."""
+        if self._is_closed:
+            raise NotRunningError("the generator was closed; make a new one")
+
     @property
     def batcher(self) -> Batcher:
         """The running batcher.
 
         Raises:
             NotRunningError: the batcher does not run, or not in this process of a tensor-parallel
-                model.
+                model, or :meth:`close` was called.
         """
+        self.check_open()
         if self._batcher is None:
             raise NotRunningError(
                 "the batcher has not been started; call start(), or use `with generator:`"
