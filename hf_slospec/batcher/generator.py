@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from transformers import (
@@ -36,7 +36,7 @@ from hf_slospec.drafters.load_drafter import (
 )
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidTypeError
-from hf_slospec.generate.call import Decoder
+from hf_slospec.generate.call import Decoder, SLOSpecOutput
 from hf_slospec.generate.status import status
 from hf_slospec.model.loading import check_tokenizer, hub_options, load_model
 from hf_slospec.model.properties import input_device
@@ -178,6 +178,27 @@ class SLOSpecGenerator:
             target, draft, tokenizer, config,
             drafter=drafter, processor=processor, make_policy=make_policy, fallback=fallback,
         )  # fmt: skip
+
+    @overload
+    def generate(
+        self,
+        inputs: torch.Tensor | Texts | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        return_dict_in_generate: Literal[True],
+        **kwargs: Any,
+    ) -> SLOSpecOutput: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: torch.Tensor | Texts | None = None,
+        generation_config: None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def generate(self, *args: Any, **kwargs: Any) -> torch.Tensor | SLOSpecOutput: ...
 
     def generate(
         self,
