@@ -81,7 +81,6 @@ class BatchingService:
         # A Follower in every process of a tensor-parallel model but the first.
         self._batcher: Batcher | Follower | None = None
         self._limits: Limits | None = None
-        self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
         # Returns the engine, or None if there is none; later a weak reference, as the engine holds
         # all K/V.
         self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None
@@ -229,7 +228,7 @@ class BatchingService:
         # Separate averages, as the steps of concurrent generate calls have other batch sizes.
         costs = speculator.costs.for_own_engine()
         engine = new_engine(
-            self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
+            self.config, speculator.parts(target, drafter, costs, self.decoder.batcher_config), self.limits
         )
         self._engine = ref(engine)
         ranks.begin_to_lead()
@@ -263,7 +262,7 @@ class BatchingService:
                 f"for {speculator.max_nodes}; lower max_depth or max_width, or make a generator with larger ones"
             )
         with speculator.lock:  # waits for the end of a running step
-            self._policy_config = config
+            self.decoder.batcher_config = config
             if (engine := self._engine()) is not None:
                 engine.policy = speculator.policy(engine.costs, config)
                 engine.checks = speculator.checks(config)

@@ -153,6 +153,8 @@ class Decoder:
         # Set by enable(): the generate that was set on the instance, or None, as a 1-tuple.
         self.replaced: tuple[Any] | None = None
         self.scope = "calls of the generator"  # which calls are speculated
+        # Selects the policy of submitted requests; None: as that of calls.
+        self.batcher_config: SLOSpecConfig | None = None
         self.done = Done()  # of all calls and submitted requests
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
