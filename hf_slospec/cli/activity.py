@@ -6,81 +6,88 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
 
 QUIET_S = 5.0  # seconds between two lines, where the output is no terminal
-REFRESH_S = 1.0  # seconds between two updates of the line in a terminal
-
-Say = Callable[[str], None]
+REFRESH_S = 0.5  # seconds between two updates of the line in a terminal
 
 
-class _Records(logging.Handler):
-    """Log handler that shows records below WARNING as the activity, and prints all others."""
+class Activity(logging.Handler):
+    """What is being done, and for how long.
 
-    def __init__(self, show: Say, report: Say):
+    It handles log records of the package: those below WARNING, such as the start of a compiler, are
+    shown as details of the activity, all others are printed.
+    """
+
+    def __init__(self, text: str, console: Console):
         super().__init__(logging.INFO)
-        self._show = show
-        self._report = report
+        self._console = console
+        self._text = text
+        self._detail = ""
+        self._begun_s = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Replace the text, and begin to count its seconds."""
+        self._text = text
+        self.detail("")
+
+    def detail(self, detail: str) -> None:
+        """Replace what is shown after the text, and begin to count its seconds."""
+        self._detail = detail
+        self._begun_s = time.monotonic()
+
+    @property
+    def line(self) -> str:
+        """The text, its detail and the seconds since they were set."""
+        seconds = time.monotonic() - self._begun_s
+        return ": ".join(filter(None, (self._text, self._detail))) + f" ({seconds:.0f} s)"
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.WARNING:
-            self._show(record.getMessage())
+            self.detail(record.getMessage())
         else:
-            self._report(f"{record.levelname}: {record.getMessage()}")
+            self.print(f"{record.levelname}: {record.getMessage()}")
+
+    def print(self, line: str) -> None:
+        """Print a line above the activity."""
+        self._console.print(line, style="dim", markup=False, highlight=False)
 
 
 @contextlib.contextmanager
-def activity(text: str, console: Console | None = None) -> Iterator[Say]:
-    """Show an activity and the seconds since it began, until the context ends: in a terminal in a
-    line that is updated, else in a line every ``QUIET_S`` seconds.
-
-    Log records of the package, such as the start of a compiler, replace the text.
+def activity(text: str, console: Console | None = None) -> Iterator[Activity]:
+    """Show an activity until the context ends: in a terminal in a line that is updated, else in a
+    line every ``QUIET_S`` seconds.
 
     Args:
         text: what is done.
         console: default: standard error.
-
-    Yields:
-        A function that replaces the text.
     """
     console = console or Console(stderr=True, soft_wrap=True)
-    report = _printer(console)
-    begun_s = time.monotonic()
-    shown = [text, begun_s]
-    ended = threading.Event()
+    shown = Activity(text, console)
     status = console.status(text) if console.is_terminal else None
-
-    def show(new_text: str) -> None:
-        shown[:] = new_text, time.monotonic()
+    ended = threading.Event()
 
     def repeat() -> None:
-        interval_s = QUIET_S if status is None else REFRESH_S
-        while not ended.wait(interval_s):
-            line = f"{shown[0]} ({time.monotonic() - shown[1]:.0f} s)"
+        while not ended.wait(QUIET_S if status is None else REFRESH_S):
             if status is None:
-                report(line)
+                shown.print(shown.line)
             else:
-                status.update(line)
+                status.update(shown.line.replace("[", r"\["))
 
     logger = logging.getLogger("hf_slospec")
     level = logger.level
-    handler = _Records(show, report)
     thread = threading.Thread(target=repeat, daemon=True)
-    logger.addHandler(handler)
+    logger.addHandler(shown)
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)
     thread.start()
     try:
         with status or contextlib.nullcontext():
-            yield show
+            yield shown
     finally:
         ended.set()
         thread.join()
         logger.setLevel(level)
-        logger.removeHandler(handler)
-
-
-def _printer(console: Console) -> Say:
-    return lambda line: console.print(line, style="dim", markup=False, highlight=False)
+        logger.removeHandler(shown)

@@ -74,6 +74,7 @@ class Bench:
             None: greedy.
         draft: the draft model; None: assisted generation is not timed.
         method: draft method of hf_slospec; None: it drafts with ``draft``.
+        add_special_tokens: add the tokenizer's special tokens to the prompts.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class Bench:
         config: SLOSpecConfig | None = None,
         sampling: dict[str, Any] | None = None,
         method: DraftMethod | None = None,
+        add_special_tokens: bool = True,
     ):
         self.target = target
         self.draft = draft
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.prompt_tokens = prompt_tokens
+        self.add_special_tokens = add_special_tokens
         self.new_tokens = new_tokens
         self.config = config or SLOSpecConfig()
         self.sampling = {"do_sample": False} if sampling is None else {"do_sample": True} | sampling
@@ -169,7 +172,9 @@ class Bench:
 
     def _inputs(self, batch: int, repeat: int) -> dict[str, Any]:
         texts = [self.prompts[(repeat * batch + row) % len(self.prompts)] for row in range(batch)]
-        return encoded(self.tokenizer, texts, self.prompt_tokens, self.target.device)
+        return encoded(
+            self.tokenizer, texts, self.prompt_tokens, self.target.device, self.add_special_tokens
+        )
 
     def time(self, method: Method, repeat: int) -> Sample:
         """Time one call with the repeat's prompts."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -30,6 +31,10 @@ class Gain:
     def drafts(self) -> float:
         """Factor by drafts: time of ours without drafts / ours."""
         return 1.0 if self.why_no_drafts else self.total / self.steps
+
+    def record(self) -> dict[str, Any]:
+        """Return the values for JSON."""
+        return asdict(self) | {"drafts": self.drafts}
 
     def __str__(self) -> str:
         low, high = self.range
