@@ -164,9 +164,7 @@ class Bench:
         with no_compiler():
             for repeat in range(repeats):
                 for method in methods:
-                    show(
-                        f"run {repeat + 1} of {repeats}: {method.name} at batch {method.batch}"
-                    )
+                    show(f"run {repeat + 1} of {repeats}: {method.name} at batch {method.batch}")
                     samples[method.name, method.batch].append(self.time(method, repeat))
         return samples
 

@@ -11,6 +11,8 @@ import torch
 
 from hf_slospec.cli.benchmark import OURS, PLAIN, WITHOUT_DRAFTS, Bench, Sample
 
+DISTURBED = 1.5  # ratio of the largest and smallest total from which other load is blamed
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -40,7 +42,8 @@ class Gain:
         low, high = self.range
         total = (
             f"batch {self.batch}: {self.total:.2f}x the speed of stock generate "
-            f"({low:.2f}x to {high:.2f}x in single runs)"
+            f"({low:.2f}x to {high:.2f}x in single runs"
+            + ("; other processes disturbed them)" if high > DISTURBED * low else ")")
         )
         if self.why_no_drafts:
             return f"{total}, all of it by faster steps; nothing was drafted: {self.why_no_drafts}"

@@ -76,7 +76,9 @@ def bench(
         samples = runner.run(runner.methods(batches), repeats, show)
     gains = [gain_of(runner, samples, size) for size in batches]
     rows = benchmark.summarize(samples, new_tokens)
-    for row, gain in zip((row for row in rows if row["name"] == benchmark.OURS), gains, strict=True):
+    for row, gain in zip(
+        (row for row in rows if row["name"] == benchmark.OURS), gains, strict=True
+    ):
         row["gain"] = gain.record()
     output = console()
     output.print(_table(rows, facts))

@@ -37,7 +37,8 @@ EMBEDDED_PROMPT = "def copy_file(src, dst):"
 def generate(
     fields: dict[str, Any],
     prompt: Annotated[
-        str | None, typer.Argument(
+        str | None,
+        typer.Argument(
             help="The prompt. '-', or no prompt in a pipe: standard input. Default, for the "
             "embedded target in a terminal: the beginning of a function."
         ),

@@ -60,9 +60,7 @@ def profile(
         pair = load_models(options)
         method = draft_method(options, pair)
         config = SLOSpecConfig(compile="wait" if compile else False)
-        speculator = SLOSpecGenerator(
-            pair.target, drafter=method, config=config
-        ).decoder.speculator
+        speculator = SLOSpecGenerator(pair.target, drafter=method, config=config).decoder.speculator
     models = dict(zip(("target", "draft"), speculator.models, strict=False))
     total_s = seconds * len(models)
     err.print(
