@@ -11,7 +11,9 @@ import torch
 
 from hf_slospec.cli.benchmark import OURS, PLAIN, WITHOUT_DRAFTS, Bench, Sample
 
-DISTURBED = 1.5  # ratio of the largest and smallest total from which other load is blamed
+# Ratio of stock's longest and shortest time from which other processes are blamed: it takes the
+# same time for all texts.
+DISTURBED = 1.25
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Gain:
     tokens_per_step: float
     drafted_per_step: float  # nodes per step and row
     is_equal: bool  # all tokens are those of stock generate
+    is_disturbed: bool  # other processes slowed some runs
     why_no_drafts: str | None  # None if anything was drafted
 
     @property
@@ -43,12 +46,13 @@ class Gain:
         total = (
             f"batch {self.batch}: {self.total:.2f}x the speed of stock generate "
             f"({low:.2f}x to {high:.2f}x in single runs"
-            + ("; other processes disturbed them)" if high > DISTURBED * low else ")")
+            + ("; other processes disturbed them)" if self.is_disturbed else ")")
         )
+        by_steps = f"by {'faster' if self.steps >= 1 else 'slower'} steps"
         if self.why_no_drafts:
-            return f"{total}, all of it by faster steps; nothing was drafted: {self.why_no_drafts}"
+            return f"{total}, all of it {by_steps}; nothing was drafted: {self.why_no_drafts}"
         return (
-            f"{total} = {self.steps:.2f}x by faster steps x {self.drafts:.2f}x by drafts; "
+            f"{total} = {self.steps:.2f}x {by_steps} x {self.drafts:.2f}x by drafts; "
             f"{self.tokens_per_step:.2f} tokens per step, "
             f"{self.drafted_per_step:.1f} nodes drafted per step"
         )
@@ -82,28 +86,26 @@ def gain_of(bench: Bench, samples: dict[tuple[str, int], list[Sample]], batch: i
     # Without drafts both run the same steps, so both tell how fast these are.
     plain = without if num_drafted else [*without, *ours]
     steps = statistics.median(_ratios([*stock, *stock][: len(plain)], plain))
+    stock_s = [sample.seconds for sample in stock]
     return Gain(
         batch=batch,
         total=statistics.median(totals) if num_drafted else steps,
         range=(min(totals), max(totals)),
         steps=steps,
-        stock_tpot_s=_tpot_s(stock, bench.new_tokens),
-        tpot_s=_tpot_s(ours, bench.new_tokens),
+        stock_tpot_s=statistics.median(stock_s) / bench.new_tokens,
+        tpot_s=statistics.median(sample.seconds for sample in ours) / bench.new_tokens,
         tokens_per_step=sum(row.tokens - 1 for row in rows) / num_steps,
         drafted_per_step=num_drafted / num_steps,
         is_equal=all(
             torch.equal(a.sequences, b.sequences) for a, b in zip(stock, ours, strict=True)
         ),
+        is_disturbed=max(stock_s) > DISTURBED * min(stock_s),
         why_no_drafts=None if num_drafted else _why_no_drafts(bench, ours, batch),
     )
 
 
 def _ratios(slow: Sequence[Sample], fast: Sequence[Sample]) -> list[float]:
     return [a.seconds / b.seconds for a, b in zip(slow, fast, strict=True)]
-
-
-def _tpot_s(samples: Sequence[Sample], new_tokens: int) -> float:
-    return statistics.median(sample.seconds for sample in samples) / new_tokens
 
 
 def _why_no_drafts(bench: Bench, ours: Sequence[Sample], batch: int) -> str:

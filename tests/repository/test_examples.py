@@ -146,7 +146,7 @@ def test_custom_drafter(capsys, monkeypatch, tmp_path):
 def test_rollouts(capsys):
     rollouts.main(size="tiny", dtype="float32", repeats=1, new_tokens=24)
     rows = rows_of(capsys.readouterr().out)
-    for name in ("hf_slospec", "without the noise"):
+    for name in ("hf_slospec, no drafts", "hf_slospec", "without the noise"):
         assert rows[name][2] == "8 of 8" and number(rows[name][0]) >= 1.0
 
 
