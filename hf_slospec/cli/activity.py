@@ -55,6 +55,11 @@ class Activity(logging.Handler):
         self._console.print(line, style="dim", markup=False, highlight=False)
 
 
+def can_update(console: Console) -> bool:
+    """Return whether lines that were printed can be replaced."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 @contextlib.contextmanager
 def activity(text: str, console: Console | None = None) -> Iterator[Activity]:
     """Show an activity until the context ends: in a terminal in a line that is updated, else in a
@@ -66,7 +71,7 @@ def activity(text: str, console: Console | None = None) -> Iterator[Activity]:
     """
     console = console or Console(stderr=True, soft_wrap=True)
     shown = Activity(text, console)
-    status = console.status(text) if console.is_terminal else None
+    status = console.status(text) if can_update(console) else None
     ended = threading.Event()
 
     def repeat() -> None:

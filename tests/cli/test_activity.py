@@ -20,13 +20,13 @@ def test_long_activities_are_shown(monkeypatch, is_terminal):
     monkeypatch.setattr(module, "QUIET_S", 0.01)
     monkeypatch.setattr(module, "REFRESH_S", 0.01)
     output = io.StringIO()
-    console = Console(file=output, force_terminal=is_terminal, width=200)
+    console = Console(file=output, force_terminal=is_terminal, width=200, _environ={})
     level = logging.getLogger("hf_slospec").level
 
     def wait_for(text):
         begun_s = time.monotonic()
         while text not in output.getvalue():
-            assert time.monotonic() - begun_s < 60, output.getvalue()
+            assert time.monotonic() - begun_s < 60
             time.sleep(0.01)
 
     with activity("loading", console) as show:
@@ -38,7 +38,7 @@ def test_long_activities_are_shown(monkeypatch, is_terminal):
         show.detail("3 of 4")
         wait_for("measuring [all]: 3 of 4 (")
         LOGGER.warning("no compiler")
-        wait_for("WARNING: no compiler\n")
+        wait_for("WARNING: no compiler")
     assert logging.getLogger("hf_slospec").level == level
     LOGGER.info("after the end")
     assert "after the end" not in output.getvalue()

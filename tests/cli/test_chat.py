@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
@@ -89,7 +91,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_its_text(conversation, monkeypa
 
 
 def test_figures_are_below_the_text_in_a_terminal(conversation, monkeypatch, capsys):
-    terminal = chat.Console(force_terminal=True, soft_wrap=True, highlight=False, width=200)
+    terminal = chat.Console(force_terminal=True, soft_wrap=True, highlight=False, _environ={})
     monkeypatch.setattr(chat, "Console", lambda **_: terminal)
     handle = conversation.ask(FIRST)
     with chat._view(conversation, handle) as show:
@@ -98,7 +100,7 @@ def test_figures_are_below_the_text_in_a_terminal(conversation, monkeypatch, cap
     handle.result()
     out = capsys.readouterr().out
     assert "tokens" in out
-    lines = [line.rstrip() for line in out.replace("\x1b[2K", "\n").splitlines()]
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", out).splitlines()
     assert [line for line in lines if line in ("one", "two", "three")] == ["one", "two", "three"]
 
 

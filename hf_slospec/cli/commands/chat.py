@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from hf_slospec.cli.activity import activity
+from hf_slospec.cli.activity import activity, can_update
 from hf_slospec.cli.commands.generate import INTERRUPTED, summary
 from hf_slospec.cli.options import ConfigJSON, ExactName, config_of, usage_errors, with_models
 from hf_slospec.config import SLOSpecConfig
@@ -255,7 +255,7 @@ def _view(conversation: Conversation, handle: RequestHandle) -> Iterator[Any]:
     line below the text.
     """
     output = Console(soft_wrap=True, highlight=False, markup=False)
-    if not output.is_terminal:
+    if not can_update(output):
         yield lambda piece: print(piece, end="", flush=True)
         print(flush=True)
         return
