@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, __version__, load_tiny_pair, tiny_prompts
 from hf_slospec.batcher.handle import RequestHandle
-from hf_slospec.cli import benchmark
+from hf_slospec.cli import benchmark, profiling
 from hf_slospec.cli.app import app
 from hf_slospec.cli.commands import generate
 from hf_slospec.model.measure import CURVE, HELD_OUT
@@ -63,9 +63,9 @@ def test_bench_waits_for_the_compiler(monkeypatch):
 
 def test_profile_draws_a_target_alone(tmp_path):
     plot = tmp_path / "curve.png"
-    options = "--size tiny --dtype float32 --seconds 1 --no-keep --no-compile --drafter lookup"
-    result = RUN.invoke(app, ["profile", *options.split(), "--plot", str(plot)])
-    assert result.exit_code == 0, result.output
+    measured = [{"tokens": tokens, "requests": 1, "keys_each": 128, "ms": 1.0} for tokens in (1, 4)]
+    record = {"measured": measured, "fit": {"tokens": [1, 4], "ms": [1.0, 1.0]}}
+    profiling.draw({"target": record}, plot)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
