@@ -50,12 +50,17 @@ def test_options_are_checked():
         assert RUN.invoke(app, ["chat", *OPTIONS, *option], input="").exit_code == 2
 
 
-@pytest.fixture
-def conversation():
+@pytest.fixture(scope="module")
+def generator():
     target, draft, tokenizer = load_tiny_pair()
     tokenizer.chat_template = CHAT_TEMPLATE
-    with SLOSpecGenerator(target, draft, tokenizer) as generator:
-        yield chat.Conversation(generator, {"max_new_tokens": 40}, "system")
+    with SLOSpecGenerator(target, draft, tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+def conversation(generator):
+    return chat.Conversation(generator, {"max_new_tokens": 40}, "system")
 
 
 def test_messages_are_kept_and_their_kv_is_reused(conversation):
@@ -91,10 +96,10 @@ def test_an_interrupt_stops_the_answer_and_keeps_its_text(conversation, monkeypa
 
 
 def test_figures_are_below_the_text_in_a_terminal(conversation, monkeypatch, capsys):
-    terminal = chat.Console(force_terminal=True, soft_wrap=True, highlight=False, _environ={})
+    terminal = chat.Console(force_terminal=True, highlight=False, _environ={})
     monkeypatch.setattr(chat, "Console", lambda **_: terminal)
     handle = conversation.ask(FIRST)
-    with chat._view(conversation, handle) as show:
+    with chat._view(handle) as show:
         show("one\ntw")
         show("o\nthree")
     handle.result()

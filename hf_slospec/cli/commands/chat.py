@@ -224,7 +224,7 @@ def _answer(conversation: Conversation, text: str, err: Console) -> None:
         handle = conversation.ask(text)
         pieces: list[str] = []
         try:
-            with _view(conversation, handle) as show:
+            with _view(handle) as show:
                 for piece in handle:
                     pieces.append(str(piece))
                     show(str(piece))
@@ -237,8 +237,22 @@ def _answer(conversation: Conversation, text: str, err: Console) -> None:
     err.print(_figures(conversation, handle), style="dim")
 
 
+def _status(handle: RequestHandle) -> str:
+    """Return the speed of an answer that is being written, short enough for one line."""
+    metrics = handle.metrics
+    parts = [f"{metrics.tokens} tokens"]
+    if metrics.tpot_s:
+        slo = "" if metrics.tpot_slo_s is None else f" (SLO {1e3 * metrics.tpot_slo_s:g})"
+        parts.append(f"{1e3 * metrics.tpot_s:.1f} ms per token{slo}")
+    if metrics.acceptance_length:
+        parts.append(f"{metrics.acceptance_length:.2f} tokens per step")
+    if metrics.drafted:
+        parts.append(f"{metrics.accepted / metrics.drafted:.0%} of drafts accepted")
+    return ", ".join(parts)
+
+
 def _figures(conversation: Conversation, handle: RequestHandle) -> str:
-    """Return the speed of an answer so far."""
+    """Return the figures of an answer that has ended."""
     metrics = handle.metrics
     forwards = conversation.generator.decoder.speculator.forwards["target"]
     parts = [summary(metrics, forwards)]
@@ -250,11 +264,11 @@ def _figures(conversation: Conversation, handle: RequestHandle) -> str:
 
 
 @contextlib.contextmanager
-def _view(conversation: Conversation, handle: RequestHandle) -> Iterator[Any]:
-    """Yield a function that prints pieces of an answer; in a terminal, its figures are in a status
+def _view(handle: RequestHandle) -> Iterator[Any]:
+    """Yield a function that prints pieces of an answer; in a terminal, its speed is in a status
     line below the text.
     """
-    output = Console(soft_wrap=True, highlight=False, markup=False)
+    output = Console(highlight=False, markup=False)
     if not can_update(output):
         yield lambda piece: print(piece, end="", flush=True)
         print(flush=True)
@@ -262,7 +276,7 @@ def _view(conversation: Conversation, handle: RequestHandle) -> Iterator[Any]:
     last_line = ""
 
     def region() -> Group:
-        return Group(Text(last_line), Text(_figures(conversation, handle), style="reverse dim"))
+        return Group(Text(last_line), Text(_status(handle), style="reverse dim"))
 
     with Live(
         get_renderable=region, console=output, refresh_per_second=UPDATES_PER_S, transient=True
@@ -272,10 +286,10 @@ def _view(conversation: Conversation, handle: RequestHandle) -> Iterator[Any]:
             nonlocal last_line
             *complete, last_line = (last_line + piece).split("\n")
             for line in complete:
-                output.print(line)
+                output.print(line, soft_wrap=True)
 
         try:
             yield show
         finally:
-            output.print(last_line)
+            output.print(last_line, soft_wrap=True)
             last_line = ""
