@@ -15,7 +15,7 @@ REFRESH_S = 0.5  # seconds between two updates of the line in a terminal
 
 
 class Activity(logging.Handler):
-    """What is being done, and for how long.
+    """Text and duration of what a command is doing.
 
     It handles log records of the package: those below WARNING, such as the start of a compiler, are
     shown as details of the activity, all others are printed.

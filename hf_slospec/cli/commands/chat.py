@@ -49,7 +49,7 @@ def chat(
     exact: ExactName = None,
     config: ConfigJSON = "{}",
 ) -> None:
-    """Chat with a model in the terminal, with the speed of each answer below it.
+    """Run a chat with a model in the terminal, with the speed of each answer below it.
 
     Lines that begin with / are commands; /help lists them. Without a terminal, every line of
     standard input is a message; answers go to standard output, figures to standard error.
@@ -156,7 +156,7 @@ class Conversation:
         self._earlier = handle
 
     def command(self, line: str) -> str | None:
-        """Carry out a command; return what to print, or None to leave.
+        """Run a command; return what to print, or None to leave.
 
         Raises:
             InvalidInputError: there is no such command, or its argument is wrong.
@@ -185,7 +185,7 @@ class Conversation:
 
 
 def _run(conversation: Conversation, err: Console) -> None:
-    """Answer lines of standard input until it ends, or until /quit."""
+    """Handle the lines of standard input until it ends, or until /quit."""
     for line in _lines(err):
         if not line.strip():
             continue
