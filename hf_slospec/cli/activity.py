@@ -52,7 +52,7 @@ class Activity(logging.Handler):
 
     def print(self, line: str) -> None:
         """Print a line above the activity."""
-        self._console.print(line, style="dim", markup=False, highlight=False)
+        self._console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def can_update(console: Console) -> bool:
