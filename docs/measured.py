@@ -913,7 +913,11 @@ def summary() -> str:
         ),
         ("one text against stock, CPU", _of_stock(1, OURS), "[CPU](benchmarks/cpu.md)"),
         ("the same without packed weights", _of_stock(1, off), "[CPU](benchmarks/cpu.md)"),
-        ("one text against assisted generation: defaults, best constant", _of_assisted(OURS), "[CPU](benchmarks/cpu.md)"),
+        (
+            "one text against assisted generation: defaults, best constant",
+            _of_assisted(OURS),
+            "[CPU](benchmarks/cpu.md)",
+        ),
         ("the same without packed weights", _of_assisted(off), "[CPU](benchmarks/cpu.md)"),
         ("batch of 8 against stock, CPU", _of_stock(8, OURS), "[CPU](benchmarks/cpu.md)"),
         ("the same without packed weights", _of_stock(8, off), "[CPU](benchmarks/cpu.md)"),
