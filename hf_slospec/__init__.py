@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_slospec.logs import install as install_last_resort
 from hf_slospec.model.host_memory import limit_kernels
 
 if TYPE_CHECKING:  # the names of :data:`_NAMES` again, for type checkers and editors
@@ -44,6 +45,8 @@ if TYPE_CHECKING:  # the names of :data:`_NAMES` again, for type checkers and ed
     from hf_slospec.generate.enable import disable as disable
     from hf_slospec.generate.enable import enable as enable
     from hf_slospec.generate.rollouts import RolloutCallback as RolloutCallback
+    from hf_slospec.generate.status import SpeculationStatus as SpeculationStatus
+    from hf_slospec.generate.status import status as status
     from hf_slospec.model.memory import MemoryUse as MemoryUse
     from hf_slospec.model.version import weights_changed as weights_changed
     from hf_slospec.request.metrics import RequestMetrics as RequestMetrics
@@ -78,6 +81,7 @@ _NAMES = {
     "generate.call": "SLOSpecOutput",
     "generate.enable": "disable enable",
     "generate.rollouts": "RolloutCallback",
+    "generate.status": "SpeculationStatus status",
     "drafters.past_answers": "PastAnswers",
     "model.memory": "MemoryUse",
     "model.version": "weights_changed",
@@ -98,6 +102,7 @@ __version__ = "0.1.0"
 # oneDNN reads its cache limits at the first operation of the process, so they are set here, before
 # torch computes anything.
 limit_kernels()
+install_last_resort()
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,7 @@ from hf_slospec.drafters.load_drafter import Drafting, check_drafting, load_draf
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.call import Decoder
+from hf_slospec.generate.status import status
 from hf_slospec.model.loading import check_tokenizer, hub_options, load_model
 from hf_slospec.model.properties import input_device
 from hf_slospec.model.record import TokenLogprobs
@@ -334,6 +335,12 @@ class SLOSpecGenerator:
                 config allows.
         """
         self._service.set_policy(config)
+
+    def __repr__(self) -> str:
+        return f"<SLOSpecGenerator>\n{status(self)!r}"
+
+    def _repr_html_(self) -> str:
+        return status(self)._repr_html_()
 
     def __deepcopy__(self, memo: Any) -> SLOSpecGenerator:
         """Return the generator itself. Logits processors are copied for every row and may hold the

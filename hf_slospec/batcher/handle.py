@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import math
 import numbers
 import os
+import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -38,6 +40,7 @@ WAITS_FOR_ITSELF = (
 # Longest timeout, in seconds, that is passed to Condition.wait_for, which adds it to the present
 # time; longer ones mean no limit.
 MAX_WAIT_S = threading.TIMEOUT_MAX / 2
+MAX_SHOWN = 70  # characters of a text in the repr of a result
 
 
 def waiting_s(timeout: Any) -> float | None:
@@ -57,14 +60,23 @@ def waiting_s(timeout: Any) -> float | None:
     return None if seconds > MAX_WAIT_S else seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RequestResult:
-    """Output of a finished request."""
+    """Output of a finished request; prints its text in short."""
 
     token_ids: list[int]  # new tokens only
     text: str | None  # text of the new tokens; None without a tokenizer
     finish_reason: FinishReason
     metrics: RequestMetrics
+
+    def __repr__(self) -> str:
+        size = f"{len(self.token_ids)} tokens, finish_reason {self.finish_reason!r}"
+        text = "" if self.text is None else f", {textwrap.shorten(self.text, MAX_SHOWN)!r}"
+        return f"<RequestResult: {size}{text}>\n{self.metrics!r}"
+
+    def _repr_html_(self) -> str:
+        text = "" if self.text is None else f"<p>{html.escape(self.text)}</p>"
+        return text + self.metrics._repr_html_()
 
 
 class RequestHandle:
@@ -99,6 +111,14 @@ class RequestHandle:
         self._wakers: list[Waker] = []
         self._pid = os.getpid()
         self.thread: threading.Thread | None = None  # the thread that runs the batcher
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or ("waiting" if self._num_ready < 0 else "running")
+        num_new = max(self._num_ready, 0)
+        return f"<RequestHandle {self.request.index}: {state}, {num_new} new tokens>"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(repr(self))}</p>{self.metrics._repr_html_()}"
 
     # ---- called by the batcher's thread
 

@@ -317,6 +317,8 @@ class Graphs:
             self._fail(key, error)
             return None
         self._captured[key] = _Captured(static, replay)
+        if not self._history.counts.captures:
+            logger.info("capturing CUDA graphs, one per number of tokens that recurs")
         self._history.counts.captures += 1
         if len(self._captured) > MAX_GRAPHS:
             oldest, _ = self._captured.popitem(last=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,11 +42,33 @@ from hf_slospec.model.checked_model import CheckedModel
 from hf_slospec.model.loading import check_causal_lm, check_tokenizer
 from hf_slospec.model.noise import default_generator
 from hf_slospec.model.properties import CACHE_NAME, vocab_size
-from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.metrics import MetricsOfRows
+from hf_slospec.request.request import Request
 from hf_slospec.request.slo import SLOTpot
 
 
-class SLOSpecOutput(GenerateDecoderOnlyOutput):
+class _WithMetrics:
+    """Attributes that outputs of speculated calls have beside stock's fields."""
+
+    slo: MetricsOfRows | None = None  # one entry per row
+    steps: list[StepEvent] | None = None  # in order of time, prefill first
+
+    def __repr__(self) -> str:
+        """Return the fields' names and sizes, and the metrics as a table."""
+        fields: Any = self
+        sizes = [
+            f"{name}: {list(value.shape)}" if isinstance(value, torch.Tensor) else name
+            for name, value in fields.items()
+        ]
+        return f"<{type(self).__name__} {', '.join(sizes)}>" + (
+            "" if self.slo is None else f"\n{self.slo}"
+        )
+
+    def _repr_html_(self) -> str:
+        return "" if self.slo is None else self.slo._repr_html_()
+
+
+class SLOSpecOutput(_WithMetrics, GenerateDecoderOnlyOutput):
     """Hugging Face's output with the metrics of every row and the record of every step.
 
     Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are the same
@@ -54,15 +76,34 @@ class SLOSpecOutput(GenerateDecoderOnlyOutput):
     items leave them None.
     """
 
-    slo: list[RequestMetrics] | None = None  # one per row
-    steps: list[StepEvent] | None = None  # in order of time, prefill first
 
-
-class SLOSpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+class SLOSpecEncoderDecoderOutput(_WithMetrics, GenerateEncoderDecoderOutput):
     """Output of an encoder-decoder with the attributes of :class:`SLOSpecOutput`."""
 
-    slo: list[RequestMetrics] | None = None
-    steps: list[StepEvent] | None = None
+
+class Done(NamedTuple):
+    """Counts of rows that were decoded by speculation."""
+
+    rows: int = 0
+    tokens: int = 0  # new tokens, without each row's first one, which its prefill yields
+    steps: int = 0  # decode steps, summed over rows
+    drafted: int = 0  # drafted tokens that were verified
+    accepted: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> Done:
+        """Return the counts of one row."""
+        stats = request.stats
+        num_tokens = max(request.num_emitted - 1, 0)
+        return cls(1, num_tokens, stats.num_steps, stats.num_drafted, stats.num_accepted)
+
+    def __add__(self, other: tuple[int, ...]) -> Done:  # type: ignore[override]
+        return Done(*map(sum, zip(self, other, strict=True)))
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens per row and decode step (acceptance length); None before the first step."""
+        return self.tokens / self.steps if self.steps else None
 
 
 class Decoder:
@@ -105,8 +146,8 @@ class Decoder:
         self._refusal = ""  # why the target cannot be speculated
         # Set by enable(): the generate that was set on the instance, or None, as a 1-tuple.
         self.replaced: tuple[Any] | None = None
-        self.num_tokens = 0  # new tokens of all calls and rows, without each row's first one
-        self.num_steps = 0  # decode steps of all calls, summed over rows
+        self.scope = "calls of the generator"  # which calls are speculated
+        self.done = Done()  # of all calls and submitted requests
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
             self._speculator = Speculator(self._target, self._method, self.config, make_policy)
@@ -114,6 +155,11 @@ class Decoder:
             if not fallback:
                 raise
             self._refusal = str(error)
+
+    @property
+    def drafts(self) -> str:
+        """Kind of the drafting method of calls that name none."""
+        return self._method.kind
 
     @property
     def is_led(self) -> bool:
@@ -167,10 +213,10 @@ class Decoder:
         )
 
     def _decode(self, call: Call) -> Any:
-        """Decode a call, and add its tokens and steps to the decoder's counts."""
+        """Decode a call, and count what it did."""
         output = decode(call)
-        self.num_tokens += sum(max(request.num_emitted - 1, 0) for request in call.rows.requests)
-        self.num_steps += sum(request.stats.num_steps for request in call.rows.requests)
+        for request in call.rows.requests:
+            self.done += Done.of(request)
         return output
 
     def speculator_of(self, arguments: dict[str, Any]) -> Speculator:
@@ -344,6 +390,6 @@ def _output(call: Call, **stock: Any) -> Any:
     output = (
         SLOSpecOutput(**stock) if call.encoder is None else SLOSpecEncoderDecoderOutput(**stock)
     )
-    output.slo = [request.metrics() for request in call.rows.requests]
+    output.slo = MetricsOfRows(request.metrics() for request in call.rows.requests)
     output.steps = call.rows.steps
     return output

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import types
 import warnings
 from typing import Any
@@ -22,7 +23,10 @@ from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedOpt
 from hf_slospec.generate.arguments import check_flag, configured
 from hf_slospec.generate.call import Decoder
 from hf_slospec.model.loading import check_causal_lm
+from hf_slospec.model.machine import size_and_place
 from hf_slospec.request.slo import SLOTpot
+
+logger = logging.getLogger(__name__)
 
 # Names of stock generate's first parameters, for classes whose own generate takes *args.
 POSITIONAL = (
@@ -85,6 +89,7 @@ def enable(
         model, assistant_model, drafter=drafter, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer,
         config=config, make_policy=make_policy, fallback=fallback,
     )  # fmt: skip
+    decoder.scope = "all calls of generate" if always else "calls of generate with slo_tpot"
     _restore_generate(model)
     owner: Any = decoder.model  # the wrapped model, whose generate a PEFT model calls
     replaced = owner.__dict__.get("generate")  # a generate that other code set on the instance
@@ -133,6 +138,13 @@ def enable(
             _generate_of_adapted, model, adapted, fallback
         )
         vars(model.__dict__["generate"])["replaced"] = adapted
+    logger.info(
+        "speculating %s: %s (%s), drafts: %s",
+        decoder.scope,
+        type(owner).__name__,
+        size_and_place(owner),
+        decoder.drafts,
+    )
     return model
 
 

@@ -15,7 +15,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Source, load_drafter
 from hf_slospec.drafters.past_answers import PastAnswers
 from hf_slospec.errors import FallbackWarning
-from hf_slospec.generate.call import Decoder
+from hf_slospec.generate.call import Decoder, Done
 from hf_slospec.generate.enable import decoder_of, disable, enable
 
 logger = logging.getLogger(__name__)
@@ -77,12 +77,11 @@ class RolloutCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the number of tokens per decode step in this epoch's rollouts."""
         assert self._decoder is not None
-        tokens = self._decoder.num_tokens
-        steps = self._decoder.num_steps
-        self._decoder.num_tokens = self._decoder.num_steps = 0
-        if steps:
-            self.tokens_per_step.append(tokens / steps)
-            logger.info("rollouts: %.2f tokens per step and row", tokens / steps)
+        done = self._decoder.done
+        self._decoder.done = Done()
+        if (rate := done.tokens_per_step) is not None:
+            self.tokens_per_step.append(rate)
+            logger.info("rollouts: %.2f tokens per step and row", rate)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save past answers in the checkpoint folder; the first process does it."""

@@ -4,6 +4,7 @@ forwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ from hf_slospec.model.ranks import Ranks, ranks_of
 from hf_slospec.model.trial import check_by_trial, counts_gaps, counts_padding, ignores_zero_types
 from hf_slospec.model.version import ModelVersion
 from hf_slospec.model.whose_code import changing_hooks, check_code, is_compiled, num_global_hooks
+
+logger = logging.getLogger(__name__)
 
 # Seconds. Maximum time of measuring again after compiled forwards have replaced eager ones.
 RENEWED_S = 1.0
@@ -214,6 +217,8 @@ class CheckedModel:
                 # All ranks must decide alike, and some may not find the file yet.
                 self.known_cost = self.ranks.first(load_profile(packed))
             if self.known_cost is None:
+                name = type(self.model).__name__
+                logger.info("measuring the step times of %s for about %.1f s", name, seconds)
                 with evaluating(self.model):
                     self.known_cost = measure(Forwards(packed), seconds).fit()
                 save_profile(packed, self.known_cost)

@@ -23,6 +23,8 @@ import torch
 import transformers
 from huggingface_hub import cached_assets_path
 
+from hf_slospec.model.properties import input_device
+
 logger = logging.getLogger(__name__)
 
 # dtype -> flags of x86 CPUs, any of which means that there are instructions for the dtype.
@@ -232,3 +234,18 @@ def warn_if_contended(slower: float) -> None:
     )
     if waits and slower > CONTENDED:
         _warn_of_contention()
+
+
+def device_name(device: torch.device) -> str:
+    """Return a device as text, with its model name if that is known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if device.type == "cpu":
+        name = cpu_info("model name")
+    return f"{device} ({name})" if name else str(device)
+
+
+def size_and_place(model: Any) -> str:
+    """Return the size, dtype and device of a model as text."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    size = f"{model.num_parameters() / 1e6:.0f} M parameters"
+    return f"{size}, {dtype}, on {device_name(input_device(model))}"

@@ -330,8 +330,8 @@ class AutoPolicy(NamedPolicy):
             # While windows are guaranteed, progress is that of one window, which says nothing about
             # the rest.
             if not request.has_open_guarantee and request not in self._warned:
-                self._warned.add(request)
-                logger.warning(
+                logger.log(
+                    logging.INFO if self._warned else logging.WARNING,  # one warning per call
                     "request %d can no longer keep its pace of %.4g s per token and continues without its SLO: %s",
                     request.index,
                     request.pace_s,
@@ -340,6 +340,7 @@ class AutoPolicy(NamedPolicy):
                     if needed[index] < MAX_NEEDED
                     else "the time that its SLO allows for all of its tokens has passed",
                 )
+                self._warned.add(request)
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
         return urgency(
             progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency

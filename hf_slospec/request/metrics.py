@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_slospec.engine.events import Commit, PhaseTimes
+from hf_slospec.request.tables import html_table, shown, text_table, yes_or_no
 from hf_slospec.tree.tree import FloatArray
 
 METRICS_PREFIX = "hf_slospec:"  # prefix of the names of Prometheus metrics
@@ -131,9 +132,9 @@ def planned_share(
     return low
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RequestMetrics:
-    """SLOs and measurements of a request."""
+    """SLOs and measurements of a request; prints as a table of the main ones."""
 
     tpot_slo_s: float | None  # seconds per output token in the last stage; None: no SLO
     tpot_s: float | None  # (last - first token) / (tokens - 1) in seconds; None below two tokens
@@ -187,3 +188,43 @@ class RequestMetrics:
     def acceptance_length(self) -> float | None:
         """Committed tokens per decode step; None if no step followed the prefill."""
         return (self.tokens - 1) / self.steps if self.steps else None
+
+    def __repr__(self) -> str:
+        return repr(MetricsOfRows([self]))
+
+    def _repr_html_(self) -> str:
+        return MetricsOfRows([self])._repr_html_()
+
+
+COLUMNS = (
+    *("row", "tokens", "SLO ms/token", "ms/token", "first token ms", "attained"),
+    *("steps", "tokens/step", "drafted", "accepted"),
+)
+
+
+class MetricsOfRows(list[RequestMetrics]):
+    """The metrics of the rows of one call; a list that prints as a table."""
+
+    def _table(self) -> list[tuple[str, ...]]:
+        cells = [
+            (
+                str(row),
+                str(metrics.tokens),
+                shown(metrics.tpot_slo_s, 1, 1e3),
+                shown(metrics.tpot_s, 1, 1e3),
+                shown(metrics.ttft_s, 1, 1e3),
+                yes_or_no(metrics.attained),
+                str(metrics.steps),
+                shown(metrics.acceptance_length, 2),
+                str(metrics.drafted),
+                str(metrics.accepted),
+            )
+            for row, metrics in enumerate(self)
+        ]
+        return [COLUMNS, *cells]
+
+    def __repr__(self) -> str:
+        return text_table(self._table())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table())

@@ -31,7 +31,8 @@ from hf_slospec.drafters.load_drafter import check_source, load_drafter
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError, MissingExtraError, SLOSpecError
 from hf_slospec.model.loading import load_model, loading_hint, located
-from hf_slospec.model.machine import available_cores, cpu_info, native_dtypes
+from hf_slospec.model.machine import available_cores, native_dtypes
+from hf_slospec.model.machine import size_and_place as size_and_place
 from hf_slospec.model.properties import input_device
 from hf_slospec.server.model_options import ASSISTANT, AUTO, ModelOptions
 from hf_slospec.tiny.embedded import HEADS, load_tiny_drafter, load_tiny_pair, tiny_prompts
@@ -100,14 +101,6 @@ def decodes_as_stock(device: torch.device) -> bool:
         logger.info("a trial on %s failed: %s", device, error)
         return False
     return True
-
-
-def device_name(device: torch.device) -> str:
-    """Return a device as text, with its model name if that is known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    if device.type == "cpu":
-        name = cpu_info("model name")
-    return f"{device} ({name})" if name else str(device)
 
 
 class Pair(NamedTuple):
@@ -275,12 +268,6 @@ def load_generator(
     return SLOSpecGenerator(
         pair.target, None, pair.tokenizer, config, drafter=method, processor=processor
     )
-
-
-def size_and_place(model: PreTrainedModel) -> str:
-    """Return the size, dtype and device of a model, for commands to print."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    return f"{model.num_parameters() / 1e6:.0f} M parameters, {dtype}, on {device_name(input_device(model))}"
 
 
 def _check_chat_template(target: str | None, renderer: Any, takes_parts: bool) -> None:

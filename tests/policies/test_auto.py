@@ -103,6 +103,15 @@ def test_unattainable_slos_are_logged_once_and_weigh_like_none(caplog):
     ]
 
 
+def test_further_unattainable_slos_of_a_call_are_logged_as_information(caplog):
+    model = markov_model(np.random.default_rng(6), VOCAB)
+    experience = SpeculationHistory(SLOSpecConfig(max_depth=4))
+    sizes([None, None], experience, model)
+    with caplog.at_level("INFO"):
+        sizes([1e-9, 1e-9, 1e-9], experience, model)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO"]
+
+
 def test_no_slo_counts_as_unattainable_before_drafts_were_observed(caplog):
     model = markov_model(np.random.default_rng(6), VOCAB)
     sizes([1e-9, None], SpeculationHistory(SLOSpecConfig(max_depth=4)), model, max_new_tokens=5)

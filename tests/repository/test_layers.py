@@ -13,7 +13,13 @@ import hf_slospec
 from tests.support.paths import ROOT
 
 PACKAGE = Path(hf_slospec.__file__).parent
-BASE = ("errors", "extras", "forks", "config")  # single files of the core that all of it may import
+BASE = (
+    "errors",
+    "extras",
+    "forks",
+    "config",
+    "logs",
+)  # single files of the core that all of it may import
 CORE = (
     *BASE,
     *("__init__", "assembly"),

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hf_slospec import InvalidInputError
+from hf_slospec.model.machine import device_name
 from hf_slospec.server import loading as devices
-from hf_slospec.server.loading import chosen_device, decodes_as_stock, device_name
+from hf_slospec.server.loading import chosen_device, decodes_as_stock
 
 
 def has(monkeypatch, *kinds):
