@@ -40,7 +40,7 @@ TEXTS = [
     *sorted((ROOT / "hf_slospec").glob("**/*.md")),
 ]
 FENCE = re.compile(
-    r"(?P<mark><!-- (?:not run|measured): .+ -->\n)?^```(?P<kind>[^\n]*)\n(?P<code>.*?)^```$",
+    r"(?P<mark><!-- (?:not run|measured): [^\n]+ -->\n)?^```(?P<kind>[^\n]*)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 COMMAND = re.compile(r"(?:^|`|\$ )python -m hf_slospec ([a-z][^`\n]+)", re.MULTILINE)
