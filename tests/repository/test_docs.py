@@ -140,8 +140,8 @@ def _models_by_name(tmp_path, monkeypatch, published):
     for name in PUBLISHED:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).symlink_to(published)
-    for model in ("target", "draft"):
-        folder = tmp_path / "org" / model
+    for own, model in {"name": "target", "target": "target", "draft": "draft"}.items():
+        folder = tmp_path / "org" / own
         folder.mkdir(parents=True)
         for file in (*(FOLDER / model).iterdir(), *(FOLDER / "tokenizer").iterdir()):
             (folder / file.name).symlink_to(file)
