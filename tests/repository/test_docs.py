@@ -51,7 +51,7 @@ QUICK = {
     "generate": "--max-new-tokens 4 --device cpu",
     "check": "--max-new-tokens 2 --seconds 1",
     "bench": "--repeats 1 --batch 1 --prompt-tokens 8 --new-tokens 4",
-    "profile": "--seconds 0.1 --no-keep --no-compile",
+    "profile": "--seconds 1 --no-keep --no-compile",
     "simulate": "--number 4",
 }
 SERVES = "serves until it is stopped"
