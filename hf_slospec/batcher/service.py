@@ -228,7 +228,9 @@ class BatchingService:
         # Separate averages, as the steps of concurrent generate calls have other batch sizes.
         costs = speculator.costs.for_own_engine()
         engine = new_engine(
-            self.config, speculator.parts(target, drafter, costs, self.decoder.batcher_config), self.limits
+            self.config,
+            speculator.parts(target, drafter, costs, self.decoder.batcher_config),
+            self.limits,
         )
         self._engine = ref(engine)
         ranks.begin_to_lead()

@@ -37,6 +37,7 @@ from hf_slospec.errors import (
     SLOSpecError,
     UnsupportedModelError,
 )
+from hf_slospec.extras import need
 from hf_slospec.model.loading import (
     check_causal_lm,
     check_tokenizer,
@@ -209,12 +210,17 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
         further: more names of drafters with models, for which no files are looked up.
 
     Raises:
+        MissingExtraError: a part needs an extra that is not installed.
         SLOSpecError: a part before the last one has a model, or the files of one cannot be found.
     """
     parts = parts_of(source)
     _check_order(parts)
+    named = named_drafters()
     for part in parts:
-        if isinstance(part, str) and part not in (*named_drafters(), *further):
+        if isinstance(part, str) and part in named:
+            if (extra := named[part].extra) is not None:
+                need(extra, f"the drafter {part}")
+        elif isinstance(part, str) and part not in further:
             _open(part)
 
 

@@ -56,7 +56,12 @@ QUICK = {
     "simulate": "--number 4",
 }
 SERVES = "serves until it is stopped"
-NOT_RUN = {"serve": SERVES, "demo": SERVES, "train-drafter": "trains for minutes"}
+NOT_RUN = {
+    "chat": "asks on a terminal",
+    "serve": SERVES,
+    "demo": SERVES,
+    "train-drafter": "trains for minutes",
+}
 # What needs an extra, by extra: commands, options and drafters.
 NEEDED = {
     "serve": r"hf_slospec serve\b",
