@@ -11,6 +11,7 @@ from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.demo.generator import DemoGenerator
 from hf_slospec.demo.personas import Persona, UserRequest
+from hf_slospec.demo.race import Race
 from hf_slospec.demo.stream import Stream, View
 from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.forks import Lock
@@ -33,6 +34,7 @@ class Scene:
     other_visitors: tuple[View, ...]
     # Finished requests since the last change of the policy: with an attained SLO, with an SLO
     counts: tuple[int, int]
+    race: Race | None  # the visitor's race
 
     @property
     def views(self) -> list[View]:
@@ -53,6 +55,8 @@ class DemoSessions:
         self._visitors: dict[str, Stream] = {}
         self._numbers: dict[str, int] = {}  # by visitor: number in the order of arrival
         self._refreshed_s: dict[str, float] = {}  # by visitor: time of the last refresh
+        self._races: dict[str, Race] = {}  # by visitor: the last race
+        self._is_racing = False
         self._counts = (0, 0)  # counts of removed streams; see Scene.counts
         self._versions = itertools.count(1)
         self._lock = Lock()
@@ -61,6 +65,7 @@ class DemoSessions:
 
     def add(self, persona: Persona, user_request: UserRequest) -> int:
         with self._lock:
+            self._check_no_race()
             if None not in self._simulated:
                 raise InvalidInputError(
                     f"there is room for {MAX_SIMULATED} simulated users; remove one first"
@@ -74,6 +79,7 @@ class DemoSessions:
     def change(self, index: int, user_request: UserRequest) -> None:
         """Replace the request of a simulated user and start it, even if the user was stopped."""
         with self._lock:
+            self._check_no_race()
             stream = self._stream_at(index)
             stream.user_request = user_request
             stream.version = next(self._versions)
@@ -99,6 +105,7 @@ class DemoSessions:
     def ask(self, visitor: str, user_request: UserRequest) -> None:
         """Start a visitor's request in place of the previous one."""
         with self._lock:
+            self._check_no_race()
             active = [
                 key
                 for key, stream in self._visitors.items()
@@ -127,17 +134,50 @@ class DemoSessions:
             if (stream := self._visitors.pop(visitor, None)) is not None:
                 self._retire(stream)
             self._refreshed_s.pop(visitor, None)
+            self._races.pop(visitor, None)
+
+    def race(self, visitor: str, prompt: str) -> None:
+        """Run a race for a visitor, and return after its end. All streams pause meanwhile, and
+        their requests start again afterwards.
+        """
+        race = Race(prompt)
+        with self._lock:
+            self._check_no_race()
+            self._is_racing = True
+            self._races[visitor] = race
+            for stream in self._streams():
+                stream.pause(self.clock())
+        try:
+            race.run(self.generator)
+        except BaseException:
+            self._races.pop(visitor, None)
+            raise
+        finally:
+            with self._lock:
+                self._is_racing = False
+                for stream in self._streams():
+                    if stream.state == "paused":
+                        self._restart(stream)
+
+    def _check_no_race(self) -> None:
+        if self._is_racing:
+            raise InvalidInputError("a race is running; try again when it is over, in some seconds")
 
     # ---- all users
 
     def set_policy(self, name: str) -> None:
-        """Change the policy from the next step on and reset the counts; running requests continue."""
+        """Change the policy. All counts start at zero, and all requests start again."""
         with self._lock:
+            self._check_no_race()
             if name != self.generator.policy:
                 self.generator.set_policy(name)
                 self._counts = (0, 0)
                 for stream in self._streams():
-                    stream.reset_counts()
+                    is_stopped = stream.state == "stopped"
+                    stream.stop(self.clock())
+                    stream.reset()
+                    if not is_stopped:
+                        self._restart(stream)
 
     def refresh(self, visitor: str) -> Scene:
         """Return the scene for this visitor.
@@ -153,8 +193,7 @@ class DemoSessions:
                 self.leave(key)
             for stream in self._streams():
                 if stream.is_due(now_s):
-                    with contextlib.suppress(SLOSpecError):  # the stream shows the error
-                        self._start(stream)
+                    self._restart(stream)
             stream_of_visitor = self._visitors.get(visitor)
             view = None if stream_of_visitor is None else stream_of_visitor.view(now_s)
             counts = [self._counts, *(stream.counts for stream in self._streams())]
@@ -163,7 +202,7 @@ class DemoSessions:
                 simulated=tuple(
                     None if stream is None else stream.view(now_s) for stream in self._simulated
                 ),
-                visitor=None if view is None else replace(view, name=f"You ({view.name.lower()})"),
+                visitor=None if view is None else replace(view, name="You, among the users"),
                 other_visitors=tuple(
                     s.view(now_s) for key, s in self._visitors.items() if key != visitor
                 ),
@@ -171,6 +210,7 @@ class DemoSessions:
                     sum(attained for attained, _ in counts),
                     sum(judged for _, judged in counts),
                 ),
+                race=self._races.get(visitor),
             )
 
     def _streams(self) -> list[Stream]:
@@ -196,5 +236,9 @@ class DemoSessions:
     def _start(self, stream: Stream) -> None:
         stream.start(self._submit, self.clock())
 
-    def _submit(self, user_request: UserRequest) -> RequestHandle:
-        return self.generator.submit(user_request.prompt, **user_request.options)
+    def _restart(self, stream: Stream) -> None:
+        with contextlib.suppress(SLOSpecError):  # the stream shows the error
+            self._start(stream)
+
+    def _submit(self, user_request: UserRequest, seed: int) -> RequestHandle:
+        return self.generator.submit(user_request.prompt, seed=seed, **user_request.options)
