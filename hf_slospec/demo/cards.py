@@ -26,8 +26,9 @@ STATES = {
     "failed": "failed",
 }
 PREPARED = """<b>Race</b> decodes your prompt in three ways, each alone on this machine, and then plays all
-three back side by side, at the speed at which they were decoded."""
-ALONE = "it is decoded alone on this machine, and the users below pause"
+three back side by side, at their measured speed."""
+ALONE = "is decoded, alone on this machine: the users below pause."
+REPLAY = "All three are played back at the speed at which they were decoded."
 
 
 def speed_of(view: View) -> float | None:
@@ -51,13 +52,13 @@ def verdict(view: View) -> tuple[str, str]:
     if view.user_request.tpot_slo_ms is None:
         return "unjudged", "no SLO"
     if view.state in ("stopped", "paused", "failed"):
-        return "unjudged", "SLO not judged"
+        return "unjudged", "not judged"
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
-        return "unjudged", "SLO not judged yet"
-    so_far = "" if view.state == "finished" else " so far"
+        return "unjudged", "not judged yet"
+    has_ended = view.state == "finished"
     if view.metrics.attained:
-        return "met", f"✓ SLO met{so_far}"
-    return "missed", f"✗ SLO missed{so_far}"
+        return "met", "✓ SLO met" if has_ended else "✓ meets SLO"
+    return "missed", "✗ SLO missed" if has_ended else "✗ misses SLO"
 
 
 def card(view: View, scale: float, share: float) -> str:
@@ -76,7 +77,6 @@ def card(view: View, scale: float, share: float) -> str:
         f'<p class="description">{escape(view.description)}</p>',
         _speed(view, look, words),
         _bar(view, scale, look),
-        _sparkline(view),
         _prompt(view) + _text(view.pieces, view.state == "writing"),
         _figures(view, share),
         f'<p class="error" role="alert">{escape(view.error)}</p>' if view.error else "",
@@ -109,27 +109,6 @@ def _bar(view: View, scale: float, look: str) -> str:
     return (
         f'<div class="bar" role="img" aria-label="{speed:.1f} tokens/s; {label}" title="{label}">'
         f'<span class="fill {look}" style="width:{min(100 * speed / scale, 100):.1f}%"></span>{line}</div>'
-    )
-
-
-def _sparkline(view: View) -> str:
-    """Plot tokens per second by second, averaged over three seconds, with the SLO as a dashed line."""
-    values = [
-        sum(view.history[max(i - 2, 0) : i + 1]) / min(i + 1, 3) for i in range(len(view.history))
-    ]
-    slo = None if view.user_request.tpot_slo_ms is None else 1e3 / view.user_request.tpot_slo_ms
-    top = max(*values, min(slo or 0.0, 3 * max(*values, 5.0)), 1.0) * 1.1
-    points = " ".join(
-        f"{100 * i / (len(values) - 1):.1f},{30 - 30 * v / top:.1f}" for i, v in enumerate(values)
-    )
-    dashed = ""
-    if slo is not None and slo <= top:
-        y = 30 - 30 * slo / top
-        dashed = f'<line x1="0" x2="100" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return (
-        f'<div class="spark"><svg viewBox="0 0 100 30" preserveAspectRatio="none" aria-hidden="true">'
-        f'<polyline points="{points}"/>{dashed}</svg>'
-        f'<span><b>{view.tokens_per_s:.0f}</b> tokens/s<br><span class="dim">last {len(values)} s</span></span></div>'
     )
 
 
@@ -201,10 +180,10 @@ def headline(scene: Scene) -> str:
     accepted = sum(view.metrics.accepted for view in views if view.metrics)
     tiles = [
         (f"{total:.1f}", "tokens/s in total"),
-        (f"{verdicts.count('met')} of {len(verdicts)}", "running answers meet their SLO so far"),
+        (f"{verdicts.count('met')} of {len(verdicts)}", "running answers meet their SLO"),
         (
             f"{attained} of {judged}",
-            f"answers met their SLO since “{scene.policy}” was chosen",
+            f"answers met it since “{scene.policy}” was chosen",
         ),
         (f"{100 * accepted / drafted:.0f} %" if drafted else "-", "of drafted tokens accepted"),
     ]
@@ -222,10 +201,10 @@ def _budget(views: Sequence[View]) -> str:
             percent = f"{100 * share:.0f} %"
             parts.append(
                 f'<span class="p{index % NUM_PATTERNS}" style="flex-grow:{share:.4f}" title="{name}: {percent}">'
-                f"<em>{name}: {percent} of the token budget</em></span>"
+                f"<em>{name} {percent}</em></span>"
             )
     body = "".join(parts) or "<span class='idle'><em>nothing is being decoded</em></span>"
-    return f'<div class="budget" title="Token budget of the last seconds by user">{body}</div>'
+    return f'<div class="shares"><span class="dim">Token budget</span><div class="budget">{body}</div></div>'
 
 
 def race_html(race: Race | None, to_text: ToText) -> str:
@@ -239,10 +218,12 @@ def race_html(race: Race | None, to_text: ToText) -> str:
         for index, name in enumerate(NAMES)
     ]
     end_s = max((lane.read()[-1].at_s for lane in lanes), default=0.0) if done else 0.0
-    words = PREPARED if race is None else f"lane {max(len(lanes), 1)} of {len(NAMES)}: {ALONE}"
+    words = PREPARED if race is None else f"Lane {max(len(lanes), 1)} of {len(NAMES)} {ALONE}"
+    if done:
+        words = f'<span class="until">{REPLAY}</span><span class="t">{result(done)}</span>'
     return (
-        f'<p class="result" style="--t:{end_s:.3f}s"><span class="{"t" if done else ""}">'
-        f'{result(done) if done else words}</span></p><div class="lanes">{"".join(parts)}</div>'
+        f'<p class="result" style="--t:{end_s:.3f}s">{words}</p>'
+        f'<div class="lanes">{"".join(parts)}</div>'
     )
 
 

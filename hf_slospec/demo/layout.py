@@ -10,20 +10,19 @@ from typing import Any
 import gradio as gr
 
 from hf_slospec.demo import cards
-from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Persona, UserRequest
+from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, UserRequest
 from hf_slospec.demo.race import Race
-from hf_slospec.demo.sessions import MAX_SIMULATED, DemoSessions
-from hf_slospec.demo.stream import View
+from hf_slospec.demo.sessions import DemoSessions
 from hf_slospec.errors import SLOSpecError
 
 REFRESH_S = 0.5
-INTRO = """<h1>hf_slospec: stock generate’s tokens, sooner</h1>
+INTRO = """<h1>hf_slospec: the tokens of stock generate, sooner</h1>
 <div class="intro"><p class="dim">{model}; drafts: {drafter}. {note}</p></div>"""
 EMBEDDED = "Trained on Python source, it writes Python-like nonsense; all speeds are measured."
-USERS = """<div class="intro"><h2>Many users of one model, each with an SLO</h2><p>Each user sets an <b>SLO</b>: at most
-so many milliseconds per output token (the line in the bar). <span class="more">A drafter proposes tokens, the model
-checks those of all users in one step, and the policy decides whose are checked. <span class="d">Underlined</span>
-tokens are accepted drafts.</span></p></div>"""
+USERS = """<div class="intro"><h2>Many users of one model, each with an SLO</h2>
+<p class="more">An <b>SLO</b> is at most so many milliseconds per output token (the line in the bar). A drafter proposes
+tokens, the model checks those of all users in one step, and the policy decides whose are checked.
+<span class="d">Underlined</span> tokens are accepted drafts.</p></div>"""
 POLICIES = {
     "auto": "drafts where it pays, users that miss their SLO first",
     "adaserve": "the whole token budget in every step",
@@ -116,31 +115,17 @@ def control_values(request: UserRequest) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """Components of one simulated user."""
-
-    column: gr.Column
-    card: gr.HTML
-    controls: Controls
-
-    @property
-    def all(self) -> list[Any]:
-        """All components, in the order in which :meth:`Page.refresh` returns updates."""
-        return [self.column, self.card, *self.controls.all]
-
-
-@dataclass(frozen=True)
 class Page:
     """The page, with one session per visitor.
 
     Args:
-        personas: the simulated users that can be added, with their requests, by name.
+        first: the visitor's request before any change.
         max_slo_ms: right end of the SLO sliders, in milliseconds.
         intro: HTML of the page's head.
     """
 
     sessions: DemoSessions
-    personas: dict[str, tuple[Persona, UserRequest]]
+    first: UserRequest
     max_slo_ms: float
     intro: str
 
@@ -158,25 +143,20 @@ class Page:
             policy = gr.Radio(
                 list(POLICIES),
                 value=scene.policy,
-                label="Policy for all users; a change starts all answers and counts again",
+                label="Policy (a change starts all answers and counts again)",
                 info=SWITCH,
                 elem_id="policy",
             )
             head = gr.HTML(cards.headline(scene), apply_default_css=False, elem_id="headline")
             with gr.Row(elem_classes="users"):
                 panels = [
-                    self._panel(index, view, html)
+                    self._panel(index, view.user_request, html)
                     for index, (view, html) in enumerate(
                         zip(scene.simulated, cards.cards(scene)[0], strict=True)
                     )
                 ]
-            with gr.Row(elem_classes="adding"):
-                persona = gr.Dropdown(
-                    list(self.personas), label="Another simulated user", min_width=180
-                )
-                add = gr.Button("Add user", elem_id="add", min_width=120)
             sent = gr.State(
-                {"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED, "race": None}
+                {"policy": "", "shown": "", "versions": [0] * len(panels), "race": None}
             )
             outputs = [
                 sent,
@@ -184,28 +164,22 @@ class Page:
                 head,
                 race,
                 own_card,
-                *(part for panel in panels for part in panel.all),
+                *(part for panel in panels for part in panel),
             ]
             for event in (page.load, gr.Timer(REFRESH_S).tick):
                 event(self.refresh, [sent, policy], outputs, show_progress="hidden", queue=False)
             handle(policy.input, self.sessions.set_policy, policy, show_progress="hidden")
-            handle(add.click, self.add, persona)
             page.unload(self.leave)
         return page
 
-    def _panel(self, index: int, view: View | None, html: str) -> Panel:
-        first = next(iter(self.personas.values()))[1]
-        with gr.Column(
-            min_width=230, visible=view is not None, elem_classes="user", elem_id=f"user-{index}"
-        ) as column:
+    def _panel(self, index: int, request: UserRequest, html: str) -> list[Any]:
+        """Create the panel of a simulated user, and return its card and its fields."""
+        with gr.Column(min_width=230, elem_classes="user", elem_id=f"user-{index}"):
             card = gr.HTML(html, apply_default_css=False)
-            controls = Controls.of(
-                first if view is None else view.user_request, self.max_slo_ms, folds_prompt=True
-            )
+            controls = Controls.of(request, self.max_slo_ms, folds_prompt=True)
             with gr.Row():
                 start = gr.Button("Start again", size="sm", min_width=60)
                 stop = gr.Button("Stop", size="sm", min_width=60)
-                remove = gr.Button("Remove", size="sm", min_width=60)
 
         def change(*values: Any) -> None:
             self.sessions.change(index, request_of(*values))
@@ -213,14 +187,12 @@ class Page:
         for event in (start.click, controls.tpot_slo_ms.release, controls.has_slo.input):
             handle(event, change, controls.all, show_progress="hidden")
         handle(stop.click, lambda: self.sessions.stop(index))
-        handle(remove.click, lambda: self.sessions.remove(index))
-        return Panel(column, card, controls)
+        return [card, *controls.all]
 
     def _own_controls(self) -> None:
         """Create the fields and buttons of the visitor's own prompt."""
-        first = next(iter(self.personas.values()))[1]
         with gr.Row(elem_id="own-request"):
-            controls = Controls.of(first, self.max_slo_ms, folds_prompt=False)
+            controls = Controls.of(self.first, self.max_slo_ms, folds_prompt=False)
             with gr.Column(min_width=180, elem_classes="buttons"):
                 race = gr.Button("Race", variant="primary", elem_id="race-start")
                 write = gr.Button("Write", elem_id="own-write")
@@ -230,10 +202,6 @@ class Page:
         handle(stop.click, self.stop_own, show_progress="hidden")
 
     # ---- event handlers
-
-    def add(self, name: str | None) -> None:
-        """Add the simulated user of this name, or the first one."""
-        self.sessions.add(*self.personas[name or next(iter(self.personas))])
 
     def ask(self, request: gr.Request, *values: Any) -> None:
         """Start the visitor's own request."""
@@ -276,27 +244,16 @@ class Page:
         race_html = gr.skip() if shows_race else self._race_html(scene.race)
         updates = [policy, cards.headline(scene), race_html, own_card or EMPTY_CARD]
         for view, html, version in zip(scene.simulated, simulated, sent["versions"], strict=True):
-            updates += _panel_updates(view, html, version)
-        versions = [None if view is None else view.version for view in scene.simulated]
+            is_sent = view.version == version
+            fields = [gr.skip()] * 6 if is_sent else control_values(view.user_request)
+            updates += [html, *fields]
+        versions = [view.version for view in scene.simulated]
         now = {"policy": scene.policy, "shown": shown, "versions": versions, "race": race}
         return [now, *updates]
 
 
-EMPTY_CARD = (
-    '<article class="card"><header><h3>You, among the users</h3></header><p class="dim">“Write among the users” '
-    "writes your answer here, while the users below are served.</p></article>"
-)
-
-
-def _panel_updates(view: View | None, html: str, sent: int | None) -> list[Any]:
-    version = None if view is None else view.version
-    if version == sent:
-        return [gr.skip(), html if view else gr.skip(), *[gr.skip()] * 6]
-    return [
-        gr.Column(visible=view is not None),
-        html,
-        *(control_values(view.user_request) if view else [gr.skip()] * 6),
-    ]
+EMPTY_CARD = """<article class="card empty"><header><h3>You, among the users</h3></header><p class="dim">“Write” writes your
+answer here, while the users below are served.</p></article>"""
 
 
 def handle(

@@ -16,7 +16,7 @@ from hf_slospec.generate.speculator import clock
 
 NUM_TOKENS = 96  # new tokens of each lane, unless the text ends sooner
 NUM_WARM_UP = 4  # new tokens of each lane before the race, which are not shown
-NAMES = ("transformers: stock generate", "hf_slospec without drafts", "hf_slospec with drafts")
+NAMES = ("stock generate", "hf_slospec, no drafts", "hf_slospec with drafts")
 _numbers = itertools.count()  # of lanes: each has K/V and texts of its own
 
 

@@ -22,7 +22,6 @@ from hf_slospec.demo.personas import (
     MAX_PROMPT_TOKENS,
     MAX_TPOT_SLO_MS,
     PERSONAS,
-    Persona,
     UserRequest,
 )
 from hf_slospec.demo.sessions import CONFIG, DemoSessions
@@ -108,18 +107,17 @@ def prepare(
     try:
         with reporting(report, f"{model}; drafts: {generator.drafter}; measuring speeds"):
             generator.start()
-            personas = measured_personas(generator)
+            requests = measured_requests(generator)
         sessions = DemoSessions(generator, clock)
-        for persona, user_request in personas.values():
+        for persona, user_request in zip(PERSONAS, requests, strict=True):
             sessions.add(persona, user_request)
     except BaseException:
         generator.stop()
         raise
     note = EMBEDDED if options.models.target is None else ""
     intro = INTRO.format(model=escape(model), drafter=escape(generator.drafter), note=note)
-    slos_ms = [request.tpot_slo_ms or 0.0 for _, request in personas.values()]
-    max_slo_ms = min(max(2 * round(max(slos_ms)), 10), MAX_TPOT_SLO_MS)
-    return sessions, Page(sessions, personas, max_slo_ms, intro).build()
+    max_slo_ms = 2 * max(request.tpot_slo_ms or 5.0 for request in requests)
+    return sessions, Page(sessions, requests[0], min(max_slo_ms, MAX_TPOT_SLO_MS), intro).build()
 
 
 @contextlib.contextmanager
@@ -149,25 +147,24 @@ def demo_generator(options: Options) -> DemoGenerator:
     return DemoGenerator(load_generator(options.models, CONFIG.model_copy(update=changes)))
 
 
-def measured_personas(generator: DemoGenerator) -> dict[str, tuple[Persona, UserRequest]]:
-    """Return all personas by name, with requests whose SLOs this machine can meet.
-
-    SLOs are chosen by the TPOTs of the personas' answers, decoded together, with and without
-    drafts."""
+def measured_requests(generator: DemoGenerator) -> list[UserRequest]:
+    """Return the requests of all personas, with SLOs that this machine can meet: they are chosen by
+    the TPOTs of the answers, decoded together, with and without drafts.
+    """
     is_chat = generator.is_chat
     requests = [persona.request(1.0, 1.0, is_chat) for persona in PERSONAS]
     plain_s = statistics.median(tpots_s(generator, "none", requests))
     drafted_s = tpots_s(generator, generator.policy, requests)
-    return {
-        persona.name: (persona, persona.request(plain_s, tpot_s, is_chat))
+    return [
+        persona.request(plain_s, tpot_s, is_chat)
         for persona, tpot_s in zip(PERSONAS, drafted_s, strict=True)
-    }
+    ]
 
 
 def tpots_s(generator: DemoGenerator, policy: str, requests: Sequence[UserRequest]) -> list[float]:
-    """Measure seconds per token of requests that are decoded together with a policy.
-
-    Each is the smallest of several, which other processes disturbed least."""
+    """Measure seconds per token of requests that are decoded together with a policy. Each is the
+    smallest of several, which other processes disturbed least.
+    """
     chosen = generator.policy
     generator.set_policy(policy)
     tokens = {"min_new_tokens": NUM_TOKENS, "max_new_tokens": NUM_TOKENS}

@@ -10,18 +10,17 @@ from dataclasses import dataclass, replace
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.demo.generator import DemoGenerator
-from hf_slospec.demo.personas import Persona, UserRequest
+from hf_slospec.demo.personas import PERSONAS, Persona, UserRequest
 from hf_slospec.demo.race import Race
 from hf_slospec.demo.stream import Stream, View
 from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.forks import Lock
 
-MAX_SIMULATED = 6
 MAX_VISITORS = 8  # visitors with a running stream
 VISITOR_TIMEOUT_S = 30.0  # seconds without a refresh after which a visitor is removed
 # Two requests more than users, as a cancelled request stays in the batch until the current step
 # ends.
-CONFIG = SLOSpecConfig(max_batch=MAX_SIMULATED + MAX_VISITORS + 2, max_queue=64)
+CONFIG = SLOSpecConfig(max_batch=len(PERSONAS) + MAX_VISITORS + 2, max_queue=64)
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Scene:
     """Snapshot of all streams for one visitor."""
 
     policy: str
-    simulated: tuple[View | None, ...]  # by index; None: no user
+    simulated: tuple[View, ...]
     visitor: View | None  # stream of the visitor for whom the snapshot is made
     other_visitors: tuple[View, ...]
     # Finished requests since the last change of the policy: with an attained SLO, with an SLO
@@ -38,9 +37,9 @@ class Scene:
 
     @property
     def views(self) -> list[View]:
-        """All streams; new ones come last, so that existing ones keep their colours."""
-        views = (*self.simulated, self.visitor, *self.other_visitors)
-        return [view for view in views if view is not None]
+        """All streams; those of simulated users come first, so that they keep their colours."""
+        own = () if self.visitor is None else (self.visitor,)
+        return [*self.simulated, *own, *self.other_visitors]
 
 
 class DemoSessions:
@@ -51,54 +50,36 @@ class DemoSessions:
     def __init__(self, generator: DemoGenerator, clock: Callable[[], float]):
         self.generator = generator
         self.clock = clock
-        self._simulated: list[Stream | None] = [None] * MAX_SIMULATED
+        self._simulated: list[Stream] = []
         self._visitors: dict[str, Stream] = {}
         self._numbers: dict[str, int] = {}  # by visitor: number in the order of arrival
         self._refreshed_s: dict[str, float] = {}  # by visitor: time of the last refresh
         self._races: dict[str, Race] = {}  # by visitor: the last race
         self._is_racing = False
-        self._counts = (0, 0)  # counts of removed streams; see Scene.counts
         self._versions = itertools.count(1)
         self._lock = Lock()
 
     # ---- simulated users
 
-    def add(self, persona: Persona, user_request: UserRequest) -> int:
+    def add(self, persona: Persona, user_request: UserRequest) -> None:
+        """Add a simulated user and start its request."""
         with self._lock:
-            self._check_no_race()
-            if None not in self._simulated:
-                raise InvalidInputError(
-                    f"there is room for {MAX_SIMULATED} simulated users; remove one first"
-                )
-            index = self._simulated.index(None)
             stream = self._new(persona.name, persona.description, user_request, is_simulated=True)
-            self._simulated[index] = stream
+            self._simulated.append(stream)
             self._start(stream)
-            return index
 
     def change(self, index: int, user_request: UserRequest) -> None:
         """Replace the request of a simulated user and start it, even if the user was stopped."""
         with self._lock:
             self._check_no_race()
-            stream = self._stream_at(index)
+            stream = self._simulated[index]
             stream.user_request = user_request
             stream.version = next(self._versions)
             self._start(stream)
 
     def stop(self, index: int) -> None:
         with self._lock:
-            self._stream_at(index).stop(self.clock())
-
-    def remove(self, index: int) -> None:
-        with self._lock:
-            self._retire(self._stream_at(index))
-            self._simulated[index] = None
-
-    def _stream_at(self, index: int) -> Stream:
-        stream = self._simulated[index]
-        if stream is None:
-            raise InvalidInputError("this user has been removed; add another one")
-        return stream
+            self._simulated[index].stop(self.clock())
 
     # ---- visitors
 
@@ -132,7 +113,7 @@ class DemoSessions:
     def leave(self, visitor: str) -> None:
         with self._lock:
             if (stream := self._visitors.pop(visitor, None)) is not None:
-                self._retire(stream)
+                stream.stop(self.clock())
             self._refreshed_s.pop(visitor, None)
             self._races.pop(visitor, None)
 
@@ -171,7 +152,6 @@ class DemoSessions:
             self._check_no_race()
             if name != self.generator.policy:
                 self.generator.set_policy(name)
-                self._counts = (0, 0)
                 for stream in self._streams():
                     is_stopped = stream.state == "stopped"
                     stream.stop(self.clock())
@@ -196,12 +176,10 @@ class DemoSessions:
                     self._restart(stream)
             stream_of_visitor = self._visitors.get(visitor)
             view = None if stream_of_visitor is None else stream_of_visitor.view(now_s)
-            counts = [self._counts, *(stream.counts for stream in self._streams())]
+            counts = [stream.counts for stream in self._streams()]
             return Scene(
                 policy=self.generator.policy,
-                simulated=tuple(
-                    None if stream is None else stream.view(now_s) for stream in self._simulated
-                ),
+                simulated=tuple(stream.view(now_s) for stream in self._simulated),
                 visitor=None if view is None else replace(view, name="You, among the users"),
                 other_visitors=tuple(
                     s.view(now_s) for key, s in self._visitors.items() if key != visitor
@@ -214,10 +192,7 @@ class DemoSessions:
             )
 
     def _streams(self) -> list[Stream]:
-        return [
-            *(stream for stream in self._simulated if stream is not None),
-            *self._visitors.values(),
-        ]
+        return [*self._simulated, *self._visitors.values()]
 
     def _new(
         self, name: str, description: str, user_request: UserRequest, is_simulated: bool
@@ -225,13 +200,6 @@ class DemoSessions:
         version = next(self._versions)
         to_text = self.generator.to_text
         return Stream(name, description, user_request, is_simulated, version, to_text)
-
-    def _retire(self, stream: Stream) -> None:
-        """Stop a stream that is about to be removed, and add its counts to the total."""
-        stream.stop(self.clock())
-        (attained, judged) = self._counts
-        (own_attained, own_judged) = stream.counts
-        self._counts = attained + own_attained, judged + own_judged
 
     def _start(self, stream: Stream) -> None:
         stream.start(self._submit, self.clock())

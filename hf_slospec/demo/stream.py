@@ -17,7 +17,6 @@ from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.request.metrics import RequestMetrics
 
 WINDOW_S = 3.0  # seconds over which current speeds are averaged
-HISTORY_S = 30  # seconds for which a card plots the speed
 
 
 class Gain(NamedTuple):
@@ -53,16 +52,6 @@ def tokens_per_s(all_gains: Iterable[Gain], now_s: float, begun_s: float) -> flo
     )
 
 
-def history(all_gains: Iterable[Gain], now_s: float) -> list[float]:
-    """Return tokens per second in each of the last :data:`HISTORY_S` seconds, the oldest first."""
-    counts = [0.0] * HISTORY_S
-    for gain in all_gains:
-        age_s = now_s - gain.at_s
-        if 0 <= age_s < HISTORY_S:
-            counts[HISTORY_S - 1 - int(age_s)] += gain.tokens
-    return counts
-
-
 def shares(nodes: Sequence[int]) -> list[float]:
     """Return each user's share of all verified nodes; zeros if there are none."""
     total = sum(nodes)
@@ -85,7 +74,6 @@ class View:
     metrics: RequestMetrics | None  # the current request's; None: there was no request yet
     tokens_per_s: float  # over the last WINDOW_S seconds
     nodes: int  # nodes verified for the user in the last WINDOW_S seconds
-    history: tuple[float, ...]  # tokens per second in each of the last HISTORY_S seconds
     num_attained: int  # finished requests that met their SLO
     num_judged: int  # finished requests with an SLO
     error: str | None
@@ -149,7 +137,7 @@ class Stream:
         if self._handle is not None and not self._is_stopped:  # otherwise _past has its commits
             self._handle.cancel()
             self._past.extend(gains(self._handle.commits))
-        while self._past and self._past[0].at_s < now_s - HISTORY_S:
+        while self._past and self._past[0].at_s < now_s - WINDOW_S:
             self._past.popleft()
         self._is_stopped = True
 
@@ -232,7 +220,6 @@ class Stream:
             metrics=None if handle is None else handle.metrics,
             tokens_per_s=tokens_per_s(steps, now_s, begun_s),
             nodes=sum(gain.nodes for gain in recent(steps, now_s)),
-            history=tuple(history(steps, now_s)),
             num_attained=self._num_attained,
             num_judged=self._num_judged,
             error=None if self._error is None else str(self._error) or type(self._error).__name__,
