@@ -133,7 +133,7 @@ class Page:
         """Create the components and connect their events."""
         page: gr.Blocks
         with gr.Blocks(title="hf_slospec demo", analytics_enabled=False, fill_width=True) as page:
-            scene = self.sessions.refresh("")
+            scene = self.sessions.refresh("").blank()  # until the first refresh
             gr.HTML(self.intro, apply_default_css=False, elem_id="intro")
             self._own_controls()
             with gr.Row(elem_id="race-row"):
@@ -252,8 +252,8 @@ class Page:
         return [now, *updates]
 
 
-EMPTY_CARD = """<article class="card empty"><header><h3>You, among the users</h3></header><p class="dim">“Write” writes your
-answer here, while the users below are served.</p></article>"""
+EMPTY_CARD = """<article class="card empty"><header><h3>You, among the users</h3></header><p class="dim">“Write”
+writes your answer here, while the users below are served.</p></article>"""
 
 
 def handle(

@@ -41,6 +41,14 @@ class Scene:
         own = () if self.visitor is None else (self.visitor,)
         return [*self.simulated, *own, *self.other_visitors]
 
+    def blank(self) -> Scene:
+        """Return the scene with simulated users that have not written anything."""
+        views = (
+            replace(view, state="waiting", pieces=(), metrics=None, tokens_per_s=0.0, nodes=0)
+            for view in self.simulated
+        )
+        return replace(self, simulated=tuple(views))
+
 
 class DemoSessions:
     """All streams of the demo. Thread-safe. Simulated users pause while no visitor refreshes the
