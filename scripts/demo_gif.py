@@ -74,8 +74,10 @@ def record(
         visitor = next(key for key in sessions._refreshed_s if key not in ("", RECORDER))
         sessions._races[visitor] = race
         page.wait_for_selector(".lane.replay")
-        page.wait_for_timeout(1e3 * PICTURE_S)
         page.evaluate(SEEK, 1e6)
+        sessions.set_policy("none")  # and back: all answers start together
+        sessions.set_policy("auto")
+        page.wait_for_timeout(1e3 * PICTURE_S)
         if picture is not None:
             page.screenshot(path=picture, full_page=True)
         frames = screenshots(page, race, every_s)

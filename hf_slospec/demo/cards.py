@@ -231,7 +231,9 @@ def result(race: Race) -> str:
     """Return what a finished race has shown: the speed-up, and how much of it is due to faster steps
     and how much to drafts.
     """
-    stock_s, steps_s, drafts_s = (lane.tpot_s or math.nan for lane in race.lanes)
+    stock_s, steps_s, drafts_s = (lane.tpot_s for lane in race.lanes)
+    if not (stock_s and steps_s and drafts_s):
+        return "The answer has a single token, and so no time per token; take another prompt."
     num_same = race.num_same
     num_tokens = min(len(lane.tokens) for lane in race.lanes)
     same = f"All three wrote the same {num_tokens} tokens."
@@ -242,7 +244,7 @@ def result(race: Race) -> str:
         f"{1e3 * stock_s:.1f} → {1e3 * drafts_s:.1f} ms per token = "
         f"<b>{stock_s / steps_s:.1f}x</b> by faster steps (forwards {escape(race.forwards)}) &times; "
         f"<b>{steps_s / drafts_s:.1f}x</b> by drafts "
-        f"({race.lanes[-1].tokens_per_step or 1:.1f} tokens per step). {same}"
+        f"({race.policy}: {race.lanes[-1].tokens_per_step:.1f} tokens per step). {same}"
     )
 
 

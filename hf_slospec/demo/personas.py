@@ -119,7 +119,7 @@ CHAT_LIST = """Correct the spelling of these sentences. Write each corrected sen
 PERSONAS = (
     Persona(
         name="Coding copilot",
-        description="types along: met with drafts only",
+        description="types along: the tightest SLO",
         code_prompt='def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as f:\n'
         "        return f.readlines()\n\n\ndef write_lines(path, lines):\n",
         chat_prompt=CHAT_CODE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ class LaneStep(NamedTuple):
 class Lane:
     """One of the three decodings. ``read`` returns its steps so far."""
 
-    name: str
     read: Callable[[], list[LaneStep]]
 
     @property
@@ -76,6 +76,7 @@ class Race:
 
     prompt: str
     lanes: list[Lane] = field(default_factory=list)  # those that have begun
+    policy: str = ""  # of the last lane
     forwards: str = ""  # "compiled", or "eager" and why
     is_done: bool = False
 
@@ -94,12 +95,12 @@ class Race:
             prompt = torch.tensor([warm.request.tokens[: warm.request.prompt_len]])
             decode_stock(demo, prompt, NUM_WARM_UP, Recorder())
             recorder = Recorder()
-            self.lanes.append(Lane(NAMES[0], recorder.steps.copy))
+            self.lanes.append(Lane(recorder.steps.copy))
             decode_stock(demo, prompt, NUM_TOKENS, recorder)
-            for name, policy in zip(NAMES[1:], policies, strict=True):
+            for self.policy in policies:
                 begun_s = clock()
-                handle = self._submit(demo, policy, NUM_TOKENS)
-                self.lanes.append(Lane(name, lambda h=handle, s=begun_s: steps_of(h, s)))
+                handle = self._submit(demo, self.policy, NUM_TOKENS)
+                self.lanes.append(Lane(partial(steps_of, handle, begun_s)))
                 handle.result()
             self.forwards = demo.generator.stats().forwards["target"]
             self.is_done = True

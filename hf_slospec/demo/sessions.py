@@ -31,7 +31,8 @@ class Scene:
     simulated: tuple[View, ...]
     visitor: View | None  # stream of the visitor for whom the snapshot is made
     other_visitors: tuple[View, ...]
-    # Finished requests since the last change of the policy: with an attained SLO, with an SLO
+    # Finished requests of these streams since the last change of the policy: with an attained SLO,
+    # with an SLO
     counts: tuple[int, int]
     race: Race | None  # the visitor's race
 

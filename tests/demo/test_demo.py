@@ -401,19 +401,21 @@ class TestRace:
                 ]
             ),
         ]
-        shown = Race("x", lanes, "compiled", is_done=True)
+        shown = Race("x", lanes, "auto", "compiled", is_done=True)
         said = cards.result(shown)
         assert "4.0 times the speed of stock generate" in said
         assert "100.0 → 25.0 ms per token" in said
         assert "2.0x</b> by faster steps (forwards compiled)" in said
-        assert "2.0x</b> by drafts (4.0 tokens per step)" in said
+        assert "2.0x</b> by drafts (auto: 4.0 tokens per step)" in said
         assert "the same 9 tokens" in said
         lanes[2] = lane([LaneStep(0.2, [0], 0), LaneStep(0.3, [1, 7], 1)])
         assert "The first 2 tokens are the same" in cards.result(shown)
+        lanes[2] = lane([LaneStep(0.2, [0], 0)])
+        assert "a single token" in cards.result(shown)
 
     def test_a_race_is_played_back_when_it_is_done(self):
         steps = [LaneStep(0.25, [60], 0), LaneStep(1.5, [97, 98, 62], 2)]
-        shown = Race("x", [lane(steps)] * 3, "compiled")
+        shown = Race("x", [lane(steps)] * 3)
         text = cards.race_html(shown, text_of)
         assert "Lane 3 of 3" in text and "replay" not in text and "times" not in text
         shown.is_done = True
@@ -424,7 +426,7 @@ class TestRace:
 
 
 def lane(steps):
-    return Lane("x", lambda: steps)
+    return Lane(lambda: steps)
 
 
 def text_of(tokens):
