@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.demo.generator import POLICIES, DemoGenerator
@@ -53,8 +52,8 @@ class Lane:
         return sum(len(step.tokens) for step in steps) / len(steps) if steps else None
 
 
-class Recorder(BaseStreamer):
-    """Streamer that records when stock ``generate`` yields each token."""
+class Recorder:
+    """Streamer of transformers that records when stock ``generate`` yields each token."""
 
     def __init__(self) -> None:
         self.steps = list[LaneStep]()

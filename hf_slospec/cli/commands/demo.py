@@ -45,7 +45,7 @@ def demo(
         ),
     ] = True,
 ) -> None:
-    """Race stock generate in a browser, and show several users of one model, each with an SLO.
+    """Show a race against stock generate, and users of one model with SLOs, in a browser.
 
     The race decodes one prompt with stock generate, with this package without drafts, and with
     drafts. Below it, a coding copilot, a chat, a summary and a batch job share one engine with the
