@@ -124,7 +124,6 @@ PERSONAS = (
         "        return f.readlines()\n\n\ndef write_lines(path, lines):\n",
         chat_prompt=CHAT_CODE,
         slo_factor=0.0,
-        temperature=0.4,
     ),
     Persona(
         name="Chat",
