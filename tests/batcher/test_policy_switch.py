@@ -59,7 +59,7 @@ def test_policies_are_set_by_name_with_the_limits_of_the_generator(pair):
         for name in POLICIES:
             generator.set_policy(name)
             next(stream)
-            policy = generator._service._policy_config
+            policy = generator.decoder.batcher_config
             assert (policy.policy, policy.token_budget) == (name, 30)
         with pytest.raises(InvalidInputError, match="no policy 'nothing'; choose among 'auto'"):
             generator.set_policy("nothing")

@@ -379,7 +379,7 @@ class TestRace:
         assert at(scene, stopped).state == "stopped"
         assert scene.other_visitors[0].state == "finished"
         assert scene.policy == sessions.generator.policy == "auto"
-        assert sessions.generator.generator._service._policy_config.policy == "auto"
+        assert sessions.generator.generator.decoder.batcher_config.policy == "auto"
 
     def test_a_refused_prompt_ends_the_race(self, sessions):
         place = add(sessions, PERSONAS[0], LONG)
