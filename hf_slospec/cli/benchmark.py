@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu.compile_job import no_compiler
 from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.methods import DraftMethod
+from hf_slospec.forks import cached_property
 from hf_slospec.model.machine import cpu_info, native_dtypes
 from hf_slospec.model.transfer import synchronize
 

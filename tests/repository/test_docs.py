@@ -170,7 +170,16 @@ DONE = set[str]()  # commands that ran on another page
 
 
 @pytest.mark.usefixtures("_models_by_name", "_no_server")
-@pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        # It compiles and measures for minutes.
+        pytest.param(page, marks=pytest.mark.nightly) if page.name == "command-line.md" else page
+        for page in PAGES
+        if has_code(page)
+    ],
+    ids=name,
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, published):
     prelude = [
         block for block in blocks(ROOT / "docs" / "getting_started.md") if block.kind == "python"

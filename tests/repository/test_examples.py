@@ -152,6 +152,7 @@ def test_custom_drafter(capsys, monkeypatch, tmp_path):
     assert num_accepted
 
 
+@pytest.mark.nightly
 def test_rollouts(capsys):
     rollouts.main(size="tiny", dtype="float32", repeats=1, new_tokens=24)
     rows = rows_of(capsys.readouterr().out)

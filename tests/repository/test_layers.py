@@ -71,7 +71,7 @@ BUDGETS = {
     "heads": 14398,
     "lab": 17181,
     # Interfaces (paths, overrides, families, hooks) that keep plugins out of the core.
-    "model": 34568,
+    "model": 34583,
     "policies": 5190,
     "replicas": 5826,
     # Took from batcher: options of submit and their checks.
@@ -79,7 +79,7 @@ BUDGETS = {
     "scheduler": 9176,
     "server": 20254,
     "serving": 11,
-    "tests": 255136,
+    "tests": 255193,
     "tiny": 1511,
     "training": 6614,
     "tree": 2029,
