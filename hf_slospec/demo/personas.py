@@ -124,6 +124,7 @@ PERSONAS = (
         "        return f.readlines()\n\n\ndef write_lines(path, lines):\n",
         chat_prompt=CHAT_CODE,
         slo_factor=0.0,
+        max_new_tokens=96,
     ),
     Persona(
         name="Chat",
