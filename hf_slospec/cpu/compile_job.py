@@ -39,10 +39,11 @@ MAX_PACKAGES = 64  # packages kept on disk, of a few megabytes each
 RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
 LOCK = "compiler.lock"  # file that a compiler locks while it runs
 POLL_S = 1.0  # seconds between two looks at the lock, the package, and the parent process
-# Seconds to compile one layer on two idle cores, and all that is not layers; measured on graphs of
-# 30 layers (benchmarks/compiling.py).
-LAYER_S = 2.0
-OTHER_S = 8.0
+# Seconds on two idle cores to compile one layer, all that is not layers, and to build the operators'
+# library; fitted to graphs of 30 layers (benchmarks/compiling.py) and of few (the quickstart).
+LAYER_S = 1.5
+OTHER_S = 25.0
+BUILD_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class CompileJob:
     @property
     def estimated_s(self) -> float:
         """Seconds that the compilation takes on two idle cores."""
-        return OTHER_S + LAYER_S * len(self.description.layers)
+        build_s = 0.0 if operators.library_path().exists() else BUILD_S
+        return build_s + OTHER_S + LAYER_S * len(self.description.layers)
 
     def start(self) -> subprocess.Popen[bytes] | None:
         """Start the compilation, which ends with the package, with a failure, or with this process.

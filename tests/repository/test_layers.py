@@ -60,9 +60,9 @@ BUDGETS = {
     ".": 1866,  # finding the plugins, what other distributions add; warnings with their logger's name
     "batcher": 9968,  # texts and chats in generate, asyncio, close, policies by name
     "cli": 11468,  # a chat command; the gain in two factors; progress of everything that takes seconds
-    "cpu": 10543,  # one compiler at a time, which ends with its parent; kernels of busy machines
+    "cpu": 10559,  # one compiler at a time, which ends with its parent; kernels of busy machines
     "cuda": 13810,  # forward paths and overrides in place of flags of the packed model
-    "demo": 6600,  # a race against stock generate; SLOs chosen by measured steps
+    "demo": 6609,  # a race against stock generate; SLOs chosen by measured steps
     "drafters": 8282,  # past answers and the files of checkpoints; extras are checked before loading
     "engine": 8282,
     # Took over what the core did for states and encoders: their probes, caches and arguments.
