@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 
 QUIET_S = 5.0  # seconds between two lines, where the output is no terminal
 REFRESH_S = 0.5  # seconds between two updates of the line in a terminal
@@ -79,7 +80,7 @@ def activity(text: str, console: Console | None = None) -> Iterator[Activity]:
             if status is None:
                 shown.print(shown.line)
             else:
-                status.update(shown.line.replace("[", r"\["))
+                status.update(escape(shown.line))
 
     logger = logging.getLogger("hf_slospec")
     level = logger.level

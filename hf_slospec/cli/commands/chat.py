@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -16,8 +15,7 @@ from rich.text import Text
 from hf_slospec.cli.activity import activity, can_update
 from hf_slospec.cli.commands.generate import INTERRUPTED, summary
 from hf_slospec.cli.options import ConfigJSON, ExactName, config_of, usage_errors, with_models
-from hf_slospec.config import SLOSpecConfig
-from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validation_error
+from hf_slospec.errors import InvalidInputError, SLOSpecError
 from hf_slospec.server.model_options import ModelOptions, logged_afterwards
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ HELP = """\
 /clear        forget the conversation
 /help         this list
 /quit         leave, as Ctrl-D does; Ctrl-C stops an answer"""
-UPDATES_PER_S = 8  # of the status line
+UPDATES_PER_S = 8  # how often the status line is updated per second
 
 
 @with_models()
@@ -97,7 +95,6 @@ class Conversation:
         self, generator: SLOSpecGenerator, options: dict[str, Any], system: str | None = None
     ):
         self.generator = generator
-        self.config = generator.config
         self.has_template = getattr(generator.tokenizer, "chat_template", None) is not None
         if system is not None and not self.has_template:
             raise InvalidInputError("--system needs a chat template, which the tokenizer lacks")
@@ -120,19 +117,6 @@ class Conversation:
         if seconds is not None and not 0 < seconds < float("inf"):
             raise InvalidInputError(f"an SLO must be a positive number of seconds, got {seconds}")
         self.slo_tpot = seconds
-
-    def set_policy(self, name: str) -> None:
-        """Use another policy from the next step on.
-
-        Raises:
-            InvalidInputError: there is no such policy, or its trees may be larger than those of
-                the config.
-        """
-        try:
-            config = SLOSpecConfig(**self.config.model_dump(exclude_unset=True) | {"policy": name})
-        except ValidationError as error:
-            raise InvalidInputError(describe_validation_error(error)) from error
-        self.generator.set_policy(config)
 
     def ask(self, text: str) -> RequestHandle:
         """Submit a message, and return the request that answers it.
@@ -171,7 +155,7 @@ class Conversation:
             self.clear()
             return "the conversation is empty"
         if name == "/policy" and argument:
-            self.set_policy(argument)
+            self.generator.set_policy(argument)
             return f"policy: {argument}"
         if name == "/slo" and argument:
             try:
