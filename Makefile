@@ -7,11 +7,23 @@ PYTHON ?= python3
 VENV ?= .venv
 PACKAGE_VENV = build/package-venv
 # arctic-inference is built from source: with the torch that is installed, not with gigabytes of the newest one.
-PIP_INSTALL = PIP_BUILD_CONSTRAINT=constraints.txt $(VENV)/bin/python -m pip --disable-pip-version-check --quiet \
-    install --no-compile
+PIP_INSTALL = PIP_BUILD_CONSTRAINT=constraints.txt $(VENV)/bin/python -m pip --disable-pip-version-check install \
+    --no-compile
 # pip compiles in one process. Tests of packages and models of which few are used are left out, and files that are no
 # Python, which some install, ignored.
 COMPILE = $(VENV)/bin/python -m compileall -qq -j 0 -x '/(tests|transformers/models|rllib)/' $(VENV)/lib hf_slospec || true
+# In a terminal pip shows its progress; elsewhere a line every five seconds does.
+SHOW_PROGRESS = set -e; if [ ! -t 1 ]; then \
+    (while sleep 5; do echo "installing: $$(du -sh $(VENV) | cut -f1) in $(VENV)"; done) & \
+    trap "kill $$!" EXIT; fi
+# On Linux without an NVIDIA GPU: torch's build for CPUs, which is 3 GB smaller, if pip's index has it.  TORCH_INDEX adds
+# an index, such as PyTorch's own one.
+TORCH_CPU = torch==$(shell sed -n 's/^torch==//p' constraints.txt)+cpu $(addprefix --extra-index-url ,$(TORCH_INDEX))
+INSTALL_TORCH = if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+    if $(PIP_INSTALL) --quiet --no-deps --dry-run $(TORCH_CPU) 2>/dev/null; \
+    then $(PIP_INSTALL) -c constraints.txt $(TORCH_CPU); \
+    else echo "pip's index has only torch with CUDA, 3 GB more; for the build for CPUs, interrupt this and run" \
+        "make TORCH_INDEX=https://download.pytorch.org/whl/cpu $(MAKECMDGOALS)"; fi; fi
 
 NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.md))))
 
@@ -89,19 +101,16 @@ notebooks: $(VENV)/installed-docs
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV): torch is large, this takes a minute or several"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --upgrade -c constraints.txt pip
-	$(PIP_INSTALL) -c constraints.txt --editable .
-	$(COMPILE)
+	@$(SHOW_PROGRESS); $(PIP_INSTALL) --quiet --upgrade -c constraints.txt pip; $(INSTALL_TORCH); \
+	    $(PIP_INSTALL) -c constraints.txt --editable .; echo "compiling Python files"; $(COMPILE)
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP_INSTALL) -c constraints.txt --group dev --group docs
-	$(COMPILE)
+	@$(SHOW_PROGRESS); $(PIP_INSTALL) -c constraints.txt --group dev --group docs; $(COMPILE)
 	touch $@ $(VENV)/installed-docs
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(PIP_INSTALL) -c constraints.txt --group docs
-	$(COMPILE)
+	@$(SHOW_PROGRESS); $(PIP_INSTALL) -c constraints.txt --group docs; $(COMPILE)
 	touch $@
 
 # Tools that build packages and resolve requirements: nothing of ours, so that CI need not wait for $(VENV).

@@ -91,12 +91,16 @@ def scaled(interval: Interval, factor: float) -> Interval:
 
 
 def draw(
-    panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], x_label: str, path: Path
+    panels: Mapping[str, Mapping[str, Mapping[str, Interval]]],
+    x_label: str,
+    path: Path,
+    title: str,
 ) -> None:
-    """Plot figures with their intervals by rate.
+    """Plot figures with their intervals by rate, on axes that begin at 0.
 
     Args:
         panels: intervals by label of the axis, then by system, then by rate.
+        title: model, machine and what the vertical lines are.
     """
     import matplotlib
 
@@ -124,12 +128,13 @@ def draw(
                 elinewidth=1.0, color="grey" if is_bound else COLOURS[index % len(COLOURS)],
                 marker="" if is_bound else MARKERS[index % len(MARKERS)], linestyle="--" if is_bound else "-",
             )  # fmt: skip
-        panel.set(xlabel=x_label, ylabel=label)
+        panel.set(xlabel=x_label, ylabel=label, ylim=(0, None))
         panel.set_xticks(rates)
         panel.grid(alpha=0.3)
     figure.legend(
         *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
     )
+    figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -450,14 +450,26 @@ def load(
         title = f"{model} {dtype}, {kind} arrivals; plain decoding {unit_ms:.0f} ms/token at batch {texts.slo_batch}"
         show(by_pressure, title, list(texts.classes))
     if plot is not None:
-        panels = {
-            f"{kind}: requests that attained, %": {
-                name: {p: scaled(own[name]["attainment"], 100.0) for p, own in by_pressure.items()}
-                for name in names
-            }
-            for kind, by_pressure in found.items()
+        draw_attainment(found, facts, plot)
+
+
+def draw_attainment(found: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
+    """Plot the requests that attained their SLOs by load, one panel per kind of arrivals.
+
+    Args:
+        found: results by kind of arrivals, load and system.
+        facts: the provenance of the results.
+    """
+    panels = {
+        f"{kind} arrivals: requests that attained, %": {
+            name: {p: scaled(own[name]["attainment"], 100.0) for p, own in by_pressure.items()}
+            for name in next(iter(by_pressure.values()))
         }
-        draw(panels, "load / throughput of plain decoding", plot)
+        for kind, by_pressure in found.items()
+    }
+    model = facts.get("target") or f"embedded pair, {facts['size']}"
+    title = f"{model} in {facts['dtype']}, {facts['cpu']}; vertical lines: Wilson's 95 % intervals"
+    draw(panels, "load / throughput of plain decoding", path, title)
 
 
 def results_of(runs: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str, Any]]:

@@ -427,9 +427,12 @@ def show(rows: list[dict[str, Any]]) -> None:
         Console(width=150).print(table)
 
 
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
+def plot(rows: list[dict[str, Any]], facts: dict[str, Any], file: Path) -> None:
     """Draw the speed-ups at batch 1 by task: stock's prompt lookup at its best constant, and our
-    drafters.
+    drafters, under a title with model, machine and number of questions.
+
+    Args:
+        facts: the provenance of the rows.
     """
     import matplotlib
 
@@ -448,7 +451,8 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         best: f"transformers {best}",
         **{name: name for name, _ in own if name.startswith(OURS)},
     }
-    figure, panel = pyplot.subplots(figsize=(9, 3.2))
+    shown |= {f"{OURS}none": f"{OURS}no drafts"}
+    figure, panel = pyplot.subplots(figsize=(9, 3.8))
     width = 0.8 / len(shown)
     for index, ((name, label), colour) in enumerate(zip(shown.items(), COLOURS, strict=False)):
         at = np.arange(len(tasks)) + (index - (len(shown) - 1) / 2) * width
@@ -464,12 +468,19 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
             ecolor="#444444",
             error_kw=dict(lw=1),
         )
+        panel.bar_label(panel.containers[-1], [""] * (len(tasks) - 1) + [f"{speeds[-1]:.2f}"],
+                        fontsize=7, label_type="center", rotation=90, color="white")  # fmt: skip
     panel.axhline(1.0, color="black", lw=1)
     panel.set(ylabel="speed, stock generate = 1", xticks=np.arange(len(tasks)))
     panel.set_xticklabels(tasks)
     panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(ncols=4, loc="upper center", frameon=False, fontsize=8, columnspacing=1.0)
-    figure.tight_layout(rect=(0, 0, 1, 0.95 - 0.05 * (len(shown) > 4)))
+    number = own[f"{OURS}none", "overall"]["questions"]
+    title = f"{facts['target']}, {facts['dtype'].removeprefix('torch.')}, batch 1, greedy"
+    figure.text(0.5, 0.955, f"{title}; {facts['cpu']}, {facts['isa']}", ha="center", fontsize=9)
+    note = f"{number} questions of Spec-Bench; lines: 95 % intervals (bootstrap over questions)"
+    figure.text(0.5, 0.01, note, ha="center", fontsize=8)
+    figure.legend(ncols=5, loc=(0.06, 0.88), frameon=False, fontsize=8, columnspacing=1.0)
+    figure.tight_layout(rect=(0, 0.03, 1, 0.91))
     figure.savefig(file, dpi=150)
 
 
@@ -556,7 +567,7 @@ def main(
     results = speedups(records)
     show(results)
     if plot_path is not None:
-        plot(results, plot_path)
+        plot(results, facts, plot_path)
 
 
 def answers(

@@ -75,7 +75,8 @@ nitpick_ignore_regex = [
     ("py:.*", rf"{'|'.join(ALIASES)}|PolicySettings|SuffixDecodingDraft"),
     (
         "py:.*",
-        r"hf_slospec\.(batcher\.stats\.Collector|request\.params\.(Grammar|PromptReader)|"
+        r"hf_slospec\.(batcher\.stats\.Collector|generate\.call\.Done|"
+        r"request\.params\.(Grammar|PromptReader)|"
         r"scheduler\.load\.ReplicaLoad|drafters\.(registry\.AssistantKind|past_answers\..*))",
     ),
     ("py:class", r"Checkpoint|Head"),  # names in annotations of private types

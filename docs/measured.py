@@ -909,50 +909,54 @@ def summary() -> str:
             "a published checkpoint of 135 M on Spec-Bench, batch 1, no draft model, against stock",
             f"suffix trees {real[f'{OURS}, suffix']}, lookup {real[f'{OURS}, lookup']}, no drafts "
             f"{real[f'{OURS}, none']}; {lookups}",
-            "[published checkpoint](#a-published-checkpoint)",
+            "[published checkpoint](benchmarks/published.md)",
         ),
-        ("one text against stock, CPU", _of_stock(1, OURS), "[CPU](#speed-on-a-cpu)"),
-        ("the same without packed weights", _of_stock(1, off), "[CPU](#speed-on-a-cpu)"),
-        ("one text against assisted generation: defaults, best constant", _of_assisted(OURS), "[CPU](#speed-on-a-cpu)"),
-        ("the same without packed weights", _of_assisted(off), "[CPU](#speed-on-a-cpu)"),
-        ("batch of 8 against stock, CPU", _of_stock(8, OURS), "[CPU](#speed-on-a-cpu)"),
-        ("the same without packed weights", _of_stock(8, off), "[CPU](#speed-on-a-cpu)"),
+        ("one text against stock, CPU", _of_stock(1, OURS), "[CPU](benchmarks/cpu.md)"),
+        ("the same without packed weights", _of_stock(1, off), "[CPU](benchmarks/cpu.md)"),
+        (
+            "one text against assisted generation: defaults, best constant",
+            _of_assisted(OURS),
+            "[CPU](benchmarks/cpu.md)",
+        ),
+        ("the same without packed weights", _of_assisted(off), "[CPU](benchmarks/cpu.md)"),
+        ("batch of 8 against stock, CPU", _of_stock(8, OURS), "[CPU](benchmarks/cpu.md)"),
+        ("the same without packed weights", _of_stock(8, off), "[CPU](benchmarks/cpu.md)"),
         (
             "16 requests against `generate_batch`, CPU",
             f"{batched['auto']}; {batched['plain']} without drafts",
-            "[batcher](#the-batcher)",
+            "[batcher](benchmarks/batcher.md)",
         ),
         *(
-            (f"{what}, 8B-shaped, H100", h100(batch), "[GPU](#on-a-gpu)")
+            (f"{what}, 8B-shaped, H100", h100(batch), "[GPU](benchmarks/gpu.md)")
             for batch, what in ((1, "one text"), (8, "batch of 8"), (64, "batch of 64"))
         ),
         *(
             (
                 f"against engines in bf16 on a CPU, a published checkpoint, each as it is fastest, batch {batch}",
                 _peers_on_checkpoint(batch),
-                "[published checkpoint](#a-published-checkpoint)",
+                "[published checkpoint](benchmarks/published.md)",
             )
             for batch in (1, 8)
         ),
         (
             "against vLLM in bf16 on a CPU as it is fastest, with a draft model",
             f"{_vllm_on_pair(1)} at batch 1, {_vllm_on_pair(8)} at batch 8",
-            "[engines](#other-engines-on-a-cpu)",
+            "[engines](benchmarks/engines.md)",
         ),
         (
             "TPOT SLOs attained, batch of 8",
             f"`auto` {slo['auto']}, best chain {slo['chain of 2']}, plain decoding {slo['no speculation']}",
-            "[SLOs](#slos-and-the-default-policy)",
+            "[SLOs](benchmarks/slos.md)",
         ),
         (
             "missed SLOs of a mixed load",
             f"the better chain has {min(misses):.1f} to {max(misses):.1f} times as many as `auto`",
-            "[batcher](#the-batcher)",
+            "[batcher](benchmarks/batcher.md)",
         ),
         (
             "time to the first token of later chat turns",
             f"{min(turns):.0f} to {max(turns):.0f} times shorter by prefix caching",
-            "[batcher](#the-batcher)",
+            "[batcher](benchmarks/batcher.md)",
         ),
     ]  # fmt: skip
     return markdown("what | hf_slospec | more", lines)

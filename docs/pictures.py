@@ -1,7 +1,8 @@
-"""Draw the pictures of docs/concepts.md, docs/replicas.md and docs/design.md: ``python
-docs/pictures.py``.
+"""Draw the pictures of the documentation: ``python -m docs.pictures``, all or those named.
 
-What is in those of concepts.md comes from the library: trees that the embedded draft proposes for
+Those of concepts.md, replicas.md and design.md are drawn here. The others are of measurements: what
+drew them when they were measured draws them again from the files in benchmarks/results. What is in
+those of concepts.md comes from the library: trees that the embedded draft proposes for
 real prompts, the mask of a real packed forward, the nodes that the default policy selects at
 measured step times, the steps of a real run.
 """
@@ -9,6 +10,7 @@ measured step times, the steps of a real run.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ import torch
 from matplotlib import pyplot
 from matplotlib.patches import Patch, Rectangle
 
+from benchmarks import serving, spec_bench
+from docs.tables import result
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, TokenTree, load_tiny_pair
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.methods import Room
@@ -561,13 +565,34 @@ def draw_architecture(drawer: Drawer) -> None:
     save(figure, "architecture.png")
 
 
+def draw_spec_bench(drawer: Drawer) -> None:
+    record = result("spec-bench-smollm2-135m-cpu-2core-bf16.json")
+    shown = [row for row in record["results"] if row["method"] != "hf_slospec, lookup+suffix"]
+    spec_bench.plot(shown, record["provenance"], HERE / "images" / "spec-bench.png")
+
+
+def draw_serving_load(drawer: Drawer) -> None:
+    record = result("serving-load-cpu-2core-0.1B-bf16.json")
+    path = HERE / "images" / "serving-load.png"
+    serving.draw_attainment(record["results"], record["provenance"], path)
+
+
+def draw_adaserve(drawer: Drawer) -> None:
+    # Scripts of that folder import each other by name.
+    sys.path.append(str(HERE.parent / "benchmarks" / "papers"))
+    import adaserve
+
+    found = result("papers-adaserve-bounds.json")["results"]
+    adaserve.draw_figures(found, adaserve.RATES, HERE / "images" / "adaserve.png")
+
+
 def save(figure: Any, name: str) -> None:
     figure.savefig(HERE / "images" / name, dpi=130, facecolor="white", metadata={"Software": None})
     pyplot.close(figure)
     print(name)
 
 
-def main() -> None:
+def main(names: Sequence[str] = ()) -> None:
     drawer = Drawer()
     for draw in (
         draw_tree,
@@ -577,9 +602,13 @@ def main() -> None:
         draw_steps,
         draw_replicas,
         draw_architecture,
+        draw_spec_bench,
+        draw_serving_load,
+        draw_adaserve,
     ):
-        draw(drawer)
+        if not names or draw.__name__.removeprefix("draw_") in names:
+            draw(drawer)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

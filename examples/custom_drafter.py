@@ -130,7 +130,8 @@ def main(folder: str = os.path.dirname(os.__file__), new_tokens: int = 64) -> No
             sum(row.accepted for row in out.slo),
         )
         length = sum(row.tokens - 1 for row in out.slo) / sum(row.steps for row in out.slo)
-        tpot_ms = 1e3 * sum(row.tpot_s for row in out.slo) / len(out.slo)
+        tpots_s = [row.tpot_s for row in out.slo if row.tpot_s is not None]
+        tpot_ms = 1e3 * sum(tpots_s) / max(len(tpots_s), 1)
         same = "yes" if torch.equal(out.sequences, plain) else "no"
         table.add_row(name, f"{length:.2f}", f"{accepted} of {drafted}", f"{tpot_ms:.0f}", same)
     Console(width=120).print(table)  # complete in a narrow terminal, too

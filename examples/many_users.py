@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_slospec import RequestHandle, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec.cli.activity import activity
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES
 
@@ -60,17 +61,21 @@ def against(seconds: float | None, slo_s: float | None) -> str:
 def main(new_tokens: int = 60) -> None:
     tiny, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     model = inflate(tiny, SHAPES["0.1B"])
-    gen = SLOSpecGenerator(model, draft, tokenizer, SLOSpecConfig(max_batch=16))
-    users = scaled(USERS, plain_s(model, tokenizer))
+    # "wait": compile first, once per machine, rather than beside the users.
+    config = SLOSpecConfig(max_batch=16, compile="wait")
+    with activity("compiling, unless an earlier run did, and measuring"):
+        gen = SLOSpecGenerator(model, draft, tokenizer, config).start()
+        users = scaled(USERS, plain_s(model, tokenizer))
     handles: dict[str, RequestHandle] = {}
 
     def user(index: int, name: str) -> None:
         time.sleep(0.2 * index)
         handles[name] = gen.submit(tiny_prompts()[index], max_new_tokens=new_tokens, **users[name])
         for _ in handles[name]:  # a real client would show the pieces of text
-            pass
+            counts = ", ".join(f"{user} {len(own.token_ids)}" for user, own in handles.items())
+            show(f"tokens: {counts}")
 
-    with gen:
+    with gen, activity("serving") as show:
         threads = [threading.Thread(target=user, args=place) for place in enumerate(USERS)]
         for thread in threads:
             thread.start()

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the names of :data:`_NAMES` again, for type checkers and ed
     from hf_slospec.generate.call import SLOSpecOutput as SLOSpecOutput
     from hf_slospec.generate.enable import disable as disable
     from hf_slospec.generate.enable import enable as enable
+    from hf_slospec.generate.enable import enabled as enabled
     from hf_slospec.generate.rollouts import RolloutCallback as RolloutCallback
     from hf_slospec.generate.status import SpeculationStatus as SpeculationStatus
     from hf_slospec.generate.status import status as status
@@ -79,7 +80,7 @@ _NAMES = {
         "UnsupportedOptionError "
     ),
     "generate.call": "SLOSpecOutput",
-    "generate.enable": "disable enable",
+    "generate.enable": "disable enable enabled",
     "generate.rollouts": "RolloutCallback",
     "generate.status": "SpeculationStatus status",
     "drafters.past_answers": "PastAnswers",

@@ -24,7 +24,11 @@ Exact = Literal["bits", "self"] | None
 
 
 class SLOSpecConfig(PolicySettings):
-    """Settings of speculation and of the batcher. Frozen; unknown fields are refused."""
+    """Settings of speculation and of the batcher. Frozen; unknown fields are refused.
+
+    Raises:
+        InvalidInputError: a setting has an invalid value, or there is no such setting.
+    """
 
     attention: Literal["auto", "sdpa", "4d_mask", "flash", "triton"] = Field(
         "auto",
@@ -133,7 +137,7 @@ class SLOSpecConfig(PolicySettings):
             'deterministic is deprecated and will be removed; use exact="self", which '
             "deterministic=True now stands for",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         rest = {name: value for name, value in data.items() if name != "deterministic"}
         return {"exact": "self", **rest} if data["deterministic"] else rest

@@ -102,6 +102,18 @@ class InputModel(BaseModel):
         except ValidationError as error:
             raise InvalidInputError(describe_validation_error(error)) from error
 
+    # Let pydantic validate nested models without the constructor, so that errors have the paths of
+    # their fields.
+    vars(__init__)["__pydantic_base_init__"] = True
+
+    if not TYPE_CHECKING:  # type checkers refuse to set fields of a frozen model
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise InvalidInputError(
+                f"{type(self).__name__} is frozen; make another one with "
+                f"model_copy(update={{{name!r}: {reprlib.repr(value)}}})"
+            )
+
 
 def describe_validation_error(error: ValidationError, name: Callable[[str], str] = str) -> str:
     """Return the messages of all faults of a pydantic error, joined by semicolons.

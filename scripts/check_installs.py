@@ -202,7 +202,7 @@ def check_ray(own: Environment) -> None:
 
 def check_demo(own: Environment) -> None:
     """Open the page of the demo with models of its own."""
-    with own.serving("demo --size tiny", "/"):
+    with own.serving("demo --size tiny --no-compile", "/"):
         pass
 
 

@@ -250,9 +250,7 @@ def main(
     if json_path is not None:
         json_path.write_text(json.dumps(record, indent=1) + "\n")
     if plot is not None:
-        draw({label: lines_of(found, at, key, factor) for label, key, factor in (
-            ("requests that attain their SLO, %", "attainment", 100.0), ("goodput, tokens/s", "goodput", 1.0)
-        )}, "requests per second", plot)  # fmt: skip
+        draw_figures(found, at, plot)
 
 
 def by_workload(
@@ -334,6 +332,16 @@ def summary(runs: list[Figures]) -> dict[str, Any]:
             kind: float(np.mean([run["kinds"][kind] for run in runs])) for kind in runs[0]["kinds"]
         }
     return found
+
+
+def draw_figures(found: dict[str, Any], rates: tuple[str, ...], path: Path) -> None:
+    """Plot attainment and goodput by rate."""
+    panels = {
+        "requests that attain their SLO, %": lines_of(found, rates, "attainment", 100.0),
+        "goodput, tokens/s": lines_of(found, rates, "goodput", 1.0),
+    }
+    model = "Simulated: Llama-3.1-70B, draft of 1B, four A100"
+    draw(panels, "requests per second", path, f"{model}; vertical lines: 95 % intervals")
 
 
 def lines_of(

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from transformers import (
@@ -25,12 +25,18 @@ from transformers import (
 from hf_slospec.batcher.handle import RequestHandle, waiting_s
 from hf_slospec.batcher.service import BatchingService
 from hf_slospec.batcher.stats import Collector, Stats
-from hf_slospec.batcher.submission import Prompt
+from hf_slospec.batcher.submission import Prompt, Texts, has_texts, inputs_of_texts
 from hf_slospec.config import NewPolicy, SLOSpecConfig
-from hf_slospec.drafters.load_drafter import Drafting, check_drafting, load_drafter
+from hf_slospec.drafters.load_drafter import (
+    Drafting,
+    check_drafting,
+    is_named,
+    load_drafter,
+    one_way_to_draft,
+)
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidTypeError
-from hf_slospec.generate.call import Decoder
+from hf_slospec.generate.call import Decoder, SLOSpecOutput
 from hf_slospec.generate.status import status
 from hf_slospec.model.loading import check_tokenizer, hub_options, load_model
 from hf_slospec.model.properties import input_device
@@ -50,8 +56,8 @@ class SLOSpecGenerator:
     Args:
         model: the target, a loaded transformers causal LM or encoder-decoder, or a PEFT model
             around one.
-        assistant_model: a smaller causal LM on the same device, which drafts. Without it and
-            without ``drafter``, drafts are looked up in the request's own text (prompt lookup).
+        assistant_model: a smaller causal LM on the same device, which drafts; or what ``drafter``
+            takes. Without both, drafts are looked up in the request's own text (prompt lookup).
         tokenizer: the tokenizer of both models.
         assistant_tokenizer: the assistant model's tokenizer, if it differs from ``tokenizer``.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
@@ -67,7 +73,7 @@ class SLOSpecGenerator:
     def __init__(
         self,
         model: PreTrainedModel,
-        assistant_model: PreTrainedModel | None = None,
+        assistant_model: PreTrainedModel | Drafting | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: SLOSpecConfig | None = None,
         *,
@@ -89,7 +95,7 @@ class SLOSpecGenerator:
             config=config, make_policy=make_policy, fallback=fallback,
         )  # fmt: skip
         self.model = model
-        self.assistant_model = assistant_model
+        self.assistant_model, _ = one_way_to_draft(assistant_model, drafter)
         self.processor = processor
         self.tokenizer = tokenizer
         self.config = self.decoder.config
@@ -116,7 +122,8 @@ class SLOSpecGenerator:
 
         Args:
             model: Hub repository or folder of the target.
-            assistant_model: Hub repository or folder of the assistant model; None: there is none.
+            assistant_model: Hub repository or folder of the assistant model, or the name of a
+                drafter, such as ``"lookup"``; None: there is none.
             config, drafter, make_policy, fallback: see :class:`SLOSpecGenerator`.
             dtype, device_map: apply to the target and to the assistant model.
             images: load the target as an image-text model, with its processor.
@@ -136,6 +143,8 @@ class SLOSpecGenerator:
             SLOSpecError: as raised by :func:`load_drafter` and the constructor.
         """
         check_drafting(assistant_model, drafter)
+        if is_named(assistant_model):
+            assistant_model, drafter = None, assistant_model
         hub = {name: model_kwargs[name] for name in HUB_ACCESS if name in model_kwargs}
         revision = {"revision": model_kwargs["revision"]} if "revision" in model_kwargs else {}
         # If the Hub is unreachable, load cached files only; retries would take most of a minute.
@@ -170,13 +179,35 @@ class SLOSpecGenerator:
             drafter=drafter, processor=processor, make_policy=make_policy, fallback=fallback,
         )  # fmt: skip
 
+    @overload
     def generate(
         self,
-        inputs: torch.Tensor | None = None,
+        inputs: torch.Tensor | Texts | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        return_dict_in_generate: Literal[True],
+        **kwargs: Any,
+    ) -> SLOSpecOutput: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: torch.Tensor | Texts | None = None,
+        generation_config: None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def generate(self, *args: Any, **kwargs: Any) -> torch.Tensor | SLOSpecOutput: ...
+
+    def generate(
+        self,
+        inputs: torch.Tensor | Texts | None = None,
         generation_config: GenerationConfig | None = None,
         *,
         slo_tpot: SLOTpot = None,
         fallback: bool | None = None,
+        drafter: Drafting | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run ``model.generate`` with tree speculation; takes the same arguments and returns the
@@ -184,11 +215,14 @@ class SLOSpecGenerator:
 
         Args:
             inputs: token ids, [batch, length] or [length] int64, which may also be passed as
-                ``input_ids``; batches are left-padded and have an ``attention_mask``.
+                ``input_ids``; batches are left-padded and have an ``attention_mask``. Or a text or
+                the messages of a chat, or a list of these, which the generator's tokenizer encodes
+                and pads (on the right for encoder-decoders).
             generation_config: as in ``model.generate``.
             slo_tpot: seconds per output token for all rows, or a list with one entry (or None) per
                 row; None: no SLO.
             fallback: overrides the generator's setting for this call.
+            drafter: drafts for this call, see :func:`enable`; submitted requests keep theirs.
             kwargs: all other arguments of ``generate``. With ``return_dict_in_generate=True``, the
                 output has a field ``slo``, with one :class:`RequestMetrics` per row.
 
@@ -200,12 +234,16 @@ class SLOSpecGenerator:
             InvalidInputError, InvalidTypeError: an argument has a wrong value or type.
             UnsupportedOptionError: an option cannot be speculated; with ``fallback`` stock
                 ``generate`` runs instead.
+            NotRunningError: the generator was closed.
         """
+        self._service.check_open()
         positional = {"inputs": inputs, "generation_config": generation_config}
         arguments = {"tokenizer": self.tokenizer, **kwargs} | {
             k: v for k, v in positional.items() if v is not None
         }
-        return self.decoder.generate(slo_tpot, arguments, fallback)
+        if has_texts(inputs):
+            arguments |= inputs_of_texts(inputs, self.decoder.model, arguments)
+        return self.decoder.generate(slo_tpot, arguments, fallback, drafter)
 
     # ---- the batcher
 
@@ -323,17 +361,32 @@ class SLOSpecGenerator:
         """
         self._service.stop(drain, waiting_s(timeout))
 
-    def set_policy(self, config: SLOSpecConfig) -> None:
-        """Use the policy of ``config``, with its settings, from the batcher's next step on. Running
-        requests continue.
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Stop the batcher for good, see :meth:`stop`; ``generate``, ``submit`` and ``start`` then
+        raise NotRunningError. Does nothing if the generator is closed.
+        """
+        self._service.close(drain, waiting_s(timeout))
 
-        All other settings (``max_batch``, ``kv_tokens``, ``admission``, ...) stay as in the
-        generator's own config.
+    def set_policy(self, config: SLOSpecConfig | str) -> None:
+        """Use another policy from the batcher's next step on. Running requests continue.
+
+        Args:
+            config: a config with a policy and its settings, whose other settings (``max_batch``,
+                ``kv_tokens``, ``admission``, ...) are ignored; or the name of a policy, which gets
+                the limits of the generator's own config (``max_depth``, ``max_width``, ...).
 
         Raises:
-            InvalidInputError: the policy's draft trees may be larger than the generator's own
-                config allows.
+            InvalidTypeError: ``config`` is neither a config nor a name.
+            InvalidInputError: there is no such policy, or its draft trees may be larger than the
+                generator's own config allows.
         """
+        if isinstance(config, str):
+            config = self.config.model_copy(update={"policy": config})
+        if not isinstance(config, SLOSpecConfig):
+            raise InvalidTypeError(
+                "set_policy takes a SLOSpecConfig or the name of a policy, got "
+                f"{type(config).__name__}"
+            )
         self._service.set_policy(config)
 
     def __repr__(self) -> str:
@@ -358,6 +411,18 @@ class SLOSpecGenerator:
         at: TracebackType | None,
     ) -> None:
         self.stop(drain=error is None)
+
+    async def __aenter__(self) -> SLOSpecGenerator:
+        """Start the batcher without blocking the event loop."""
+        return await asyncio.to_thread(self.start)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.stop, drain=error is None)
 
     @property
     def max_len(self) -> int:

@@ -13,7 +13,7 @@ import os
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -80,7 +80,7 @@ class RequestResult:
 
 
 class RequestHandle:
-    """Streams a request's output and returns its result; may be used from any thread.
+    """Streams a request's output and returns its result; may be used from any thread, and awaited.
 
     Iterating yields parts of the text as tokens are committed, or token ids if there is no
     tokenizer. Every iteration starts from the first new token. Iteration and ``result`` raise the
@@ -143,6 +143,14 @@ class RequestHandle:
     def token_ids(self) -> list[int]:
         """New tokens so far."""
         return self._since(0)
+
+    @property
+    def text(self) -> str | None:
+        """Text so far, up to where further tokens may change it; None without a tokenizer."""
+        if self._to_text is None:
+            return None
+        is_last = self._is_done  # read before the tokens, which it makes the last ones
+        return TextStream(self._to_text).push(self.token_ids, is_last)
 
     def _since(self, num_known: int) -> list[int]:
         """Return the published new tokens after the first ``num_known``."""
@@ -302,6 +310,10 @@ class RequestHandle:
                 f"the request was not finished within {timeout} s; it goes on"
             ) from None
         return self._result()
+
+    def __await__(self) -> Generator[Any, None, RequestResult]:
+        """Wait for the result, as :meth:`aresult` without a timeout."""
+        return self.aresult().__await__()
 
     async def atokens(self) -> AsyncIterator[list[int]]:
         """Yield the new tokens of each step as one list."""

@@ -81,12 +81,12 @@ class BatchingService:
         # A Follower in every process of a tensor-parallel model but the first.
         self._batcher: Batcher | Follower | None = None
         self._limits: Limits | None = None
-        self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
         # Returns the engine, or None if there is none; later a weak reference, as the engine holds
         # all K/V.
         self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None
         # Speculator.placements when the engine was made; compared to notice moved or cast models.
         self._placements = list[tuple[Any, ...]]()
+        self._is_closed = False  # set by `close`
         self._is_led = False  # this service's batcher leads the model's processes; see Ranks
         self._index = itertools.count()
         self._lock = FairLock()
@@ -104,8 +104,10 @@ class BatchingService:
             UnsupportedOptionError: the draft model is split over processes.
             UnsupportedInputError: every request would fail because of the model's generation
                 config.
+            NotRunningError: :meth:`close` was called.
         """
         with self._lock:
+            self.check_open()
             if self._batcher is None:
                 check_decoder_only(self.decoder.model, "the batcher")
                 speculator = self.decoder.speculator
@@ -159,14 +161,26 @@ class BatchingService:
                 if thread is not threading.current_thread():  # a streamer may stop the batcher
                     thread.join(STREAMER_S)
 
+    def close(self, drain: bool, timeout: float | None) -> None:
+        """Refuse calls from now on, and stop the batcher; see :meth:`stop`."""
+        with self._lock:
+            self._is_closed = True
+        self.stop(drain, timeout)
+
+    def check_open(self) -> None:
+        """Raise NotRunningError if :meth:`close` was called."""
+        if self._is_closed:
+            raise NotRunningError("the generator was closed; make a new one")
+
     @property
     def batcher(self) -> Batcher:
         """The running batcher.
 
         Raises:
             NotRunningError: the batcher does not run, or not in this process of a tensor-parallel
-                model.
+                model, or :meth:`close` was called.
         """
+        self.check_open()
         if self._batcher is None:
             raise NotRunningError(
                 "the batcher has not been started; call start(), or use `with generator:`"
@@ -214,7 +228,9 @@ class BatchingService:
         # Separate averages, as the steps of concurrent generate calls have other batch sizes.
         costs = speculator.costs.for_own_engine()
         engine = new_engine(
-            self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
+            self.config,
+            speculator.parts(target, drafter, costs, self.decoder.batcher_config),
+            self.limits,
         )
         self._engine = ref(engine)
         ranks.begin_to_lead()
@@ -248,7 +264,7 @@ class BatchingService:
                 f"for {speculator.max_nodes}; lower max_depth or max_width, or make a generator with larger ones"
             )
         with speculator.lock:  # waits for the end of a running step
-            self._policy_config = config
+            self.decoder.batcher_config = config
             if (engine := self._engine()) is not None:
                 engine.policy = speculator.policy(engine.costs, config)
                 engine.checks = speculator.checks(config)

@@ -12,7 +12,8 @@ from typing import Any, TypeGuard
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.errors import (
@@ -20,21 +21,28 @@ from hf_slospec.errors import (
     InvalidTypeError,
     UnsupportedOptionError,
 )
-from hf_slospec.model.properties import CACHE_NAMES
+from hf_slospec.model.properties import CACHE_NAMES, input_device
 
 PROMPTED = {"add_generation_prompt": True}  # arguments of apply_chat_template
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
+Chat = Sequence[dict[str, Any]]
+Texts = str | Chat | Sequence[str | Chat]  # what generate takes in place of token ids
 NOT_FOR_ONE = (  # arguments of generate that submit refuses: they belong to a whole batch or call
     *CACHE_NAMES,
     "assistant_model",
     "assistant_tokenizer",
     "attention_mask",
+    "drafter",
     "input_ids",
     "inputs",
     "inputs_embeds",
     "prompt_lookup_num_tokens",
     "return_dict_in_generate",
 )
+
+
+# Arguments of generate that contradict texts, from which they follow.
+BESIDE_TEXTS = ("attention_mask", "input_ids", "inputs_embeds", "position_ids")
 
 
 def check_arguments_of_one(arguments: dict[str, Any]) -> None:
@@ -142,6 +150,61 @@ def inputs_after(
     }
 
 
+def has_texts(inputs: Any) -> TypeGuard[Texts]:
+    """Return whether the inputs of ``generate`` are a text, chat messages, or a sequence that
+    begins with one of these.
+    """
+    rows = inputs if isinstance(inputs, (list, tuple)) else ()
+    return isinstance(inputs, str) or any(
+        isinstance(row, (str, dict)) or _is_chat(row) for row in rows[:1]
+    )
+
+
+def inputs_of_texts(
+    texts: Texts, model: PreTrainedModel, arguments: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return texts as arguments of ``generate``: ``inputs`` and ``attention_mask``, both
+    [batch, length] int64, padded on the left, or on the right for an encoder.
+
+    Args:
+        texts: a text or the messages of a chat, or several of these, one per row.
+        model: the target.
+        arguments: the call's other arguments, among them ``tokenizer``.
+
+    Raises:
+        InvalidInputError: there is no tokenizer, a text is empty, the model's input is no text, or
+            another argument stands for the text, too.
+        InvalidTypeError: a row is neither a text nor a chat.
+    """
+    if given := [name for name in BESIDE_TEXTS if arguments.get(name) is not None]:
+        raise InvalidInputError(
+            f"{', '.join(given)} cannot be given beside texts; leave it out, or pass token ids"
+        )
+    if (name := model.main_input_name) not in ("input_ids", "inputs_embeds"):
+        raise InvalidInputError(
+            f"inputs is a text, and {type(model).__name__} takes {name}; pass what its processor "
+            "returns"
+        )
+    rows: Any = [texts] if isinstance(texts, str) or _is_chat(texts) else texts
+    if not all(isinstance(row, str) or _is_chat(row) for row in rows):
+        raise InvalidTypeError(
+            "inputs must be a tensor of token ids, or a text or chat messages, or a list of these"
+        )
+    tokenizer = arguments["tokenizer"]
+    ids = [torch.tensor(prompt_ids(row, tokenizer), device="cpu") for row in rows]
+    pad = next(t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if t is not None)
+    padded = partial(
+        pad_sequence,
+        batch_first=True,
+        padding_side="right" if model.config.is_encoder_decoder else "left",
+    )
+    device = input_device(model)
+    return {
+        "inputs": padded(ids, padding_value=pad).to(device),
+        "attention_mask": padded(list(map(torch.ones_like, ids))).to(device),
+    }
+
+
 def tensors_of_one(processed: Mapping[str, Any]) -> dict[str, Any]:
     """Return a processor's output for one prompt as arguments of ``generate``."""
     inputs = {name: value for name, value in processed.items() if name != "attention_mask"}
@@ -224,7 +287,7 @@ def _is_token_id(value: Any) -> bool:
 def _tokenizer_for(what: str, tokenizer: PreTrainedTokenizerBase | None) -> Any:
     if tokenizer is None:
         raise InvalidInputError(
-            f"prompt is {what}, which needs a tokenizer; give SLOSpecGenerator one, or submit ids"
+            f"prompt is {what}, which needs a tokenizer; give SLOSpecGenerator one, or pass token ids"
         )
     return tokenizer
 

@@ -10,6 +10,7 @@ import typer
 
 from hf_slospec import __version__
 from hf_slospec.cli.commands.bench import bench
+from hf_slospec.cli.commands.chat import chat
 from hf_slospec.cli.commands.check import check
 from hf_slospec.cli.commands.demo import demo
 from hf_slospec.cli.commands.generate import generate
@@ -38,5 +39,5 @@ def main(
     """Handle the options of the command line itself."""
 
 
-for command in (generate, serve, demo, bench, profile, check, simulate, train_drafter):
+for command in (generate, chat, serve, demo, bench, profile, check, simulate, train_drafter):
     app.command()(command)

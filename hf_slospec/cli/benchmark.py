@@ -10,7 +10,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,18 +18,20 @@ from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 import hf_slospec
 from hf_slospec.batcher.generator import SLOSpecGenerator
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.cpu.compile_job import no_compiler
 from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.methods import DraftMethod
+from hf_slospec.forks import cached_property
 from hf_slospec.model.machine import cpu_info, native_dtypes
 from hf_slospec.model.transfer import synchronize
 
 OURS = "hf_slospec"
+WITHOUT_DRAFTS = "hf_slospec, no drafts"
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 
@@ -73,6 +74,7 @@ class Bench:
             None: greedy.
         draft: the draft model; None: assisted generation is not timed.
         method: draft method of hf_slospec; None: it drafts with ``draft``.
+        add_special_tokens: add the tokenizer's special tokens to the prompts.
     """
 
     def __init__(
@@ -86,12 +88,14 @@ class Bench:
         config: SLOSpecConfig | None = None,
         sampling: dict[str, Any] | None = None,
         method: DraftMethod | None = None,
+        add_special_tokens: bool = True,
     ):
         self.target = target
         self.draft = draft
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.prompt_tokens = prompt_tokens
+        self.add_special_tokens = add_special_tokens
         self.new_tokens = new_tokens
         self.config = config or SLOSpecConfig()
         self.sampling = {"do_sample": False} if sampling is None else {"do_sample": True} | sampling
@@ -104,20 +108,48 @@ class Bench:
         lookup.
         """
         methods = []
-        ours = self.ours(self.config)
         for batch in batches:
-            methods.append(Method(PLAIN, batch, self.stock()))
+            methods.append(self.stock_method(batch))
             if batch == 1:
                 if self.draft is not None:
                     methods.append(Method(ASSISTED, 1, self.stock(assistant_model=self.draft)))
                 methods.append(
                     Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10))
                 )
-            methods.append(Method(OURS, batch, ours))
+            methods += self.our_methods(batch)
         return methods
 
-    def run(self, methods: list[Method], repeats: int) -> dict[tuple[str, int], list[Sample]]:
-        """Time every method ``repeats`` times, after a call of each as warm-up.
+    def stock_method(self, batch: int) -> Method:
+        """Return stock ``generate``."""
+        return Method(PLAIN, batch, self.stock())
+
+    def our_methods(self, batch: int) -> list[Method]:
+        """Return our ``generate`` without drafts, and with them."""
+        return [
+            Method(WITHOUT_DRAFTS, batch, self.calling(self.generator_without_drafts)),
+            Method(OURS, batch, self.calling(self.generator)),
+        ]
+
+    @cached_property
+    def generator(self) -> SLOSpecGenerator:
+        """Our generator with the benchmark's config and draft method."""
+        return self.new_generator(self.config)
+
+    @cached_property
+    def generator_without_drafts(self) -> SLOSpecGenerator:
+        """Our generator with the same config, but a policy that drafts nothing."""
+        return self.new_generator(self.config.model_copy(update={"policy": "none"}))
+
+    def run(
+        self, methods: list[Method], repeats: int, show: Callable[[str], None] = lambda text: None
+    ) -> dict[tuple[str, int], list[Sample]]:
+        """Time every method ``repeats`` times, after a call of each as warm-up, while no compiler
+        of this package runs on this machine.
+
+        Args:
+            methods: in the order in which they take turns.
+            repeats: timed calls of each method, each with other prompts.
+            show: called with what is being done.
 
         Returns:
             Samples by name and batch size.
@@ -126,15 +158,21 @@ class Bench:
             (method.name, method.batch): [] for method in methods
         }
         for method in methods:  # warm-up, in which hf_slospec also measures its step costs
+            show(f"warming up: {method.name} at batch {method.batch}")
             self.time(method, 0)
-        for repeat in tqdm(range(repeats), desc="bench", disable=not sys.stderr.isatty()):
-            for method in methods:
-                samples[method.name, method.batch].append(self.time(method, repeat))
+        show("waiting for a compiler of another process")
+        with no_compiler():
+            for repeat in range(repeats):
+                for method in methods:
+                    show(f"run {repeat + 1} of {repeats}: {method.name} at batch {method.batch}")
+                    samples[method.name, method.batch].append(self.time(method, repeat))
         return samples
 
     def _inputs(self, batch: int, repeat: int) -> dict[str, Any]:
         texts = [self.prompts[(repeat * batch + row) % len(self.prompts)] for row in range(batch)]
-        return encoded(self.tokenizer, texts, self.prompt_tokens, self.target.device)
+        return encoded(
+            self.tokenizer, texts, self.prompt_tokens, self.target.device, self.add_special_tokens
+        )
 
     def time(self, method: Method, repeat: int) -> Sample:
         """Time one call with the repeat's prompts."""
@@ -160,17 +198,25 @@ class Bench:
         return run
 
     def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
-        """Return a call of ``SLOSpecGenerator.generate`` with this config and draft method; None:
-        the benchmark's draft method.
+        """Return a call of the ``generate`` of :meth:`new_generator`."""
+        return self.calling(self.new_generator(config, method))
+
+    def new_generator(
+        self, config: SLOSpecConfig | None, method: DraftMethod | None = None
+    ) -> SLOSpecGenerator:
+        """Return a generator with this config and draft method; None: the benchmark's draft method.
 
         Forwards are compiled first, as a compiler in the background would slow all methods.
         """
         config = config or SLOSpecConfig()
         if config.compile:
             config = config.model_copy(update={"compile": "wait"})
-        generator = SLOSpecGenerator(
+        return SLOSpecGenerator(
             self.target, None, self.tokenizer, config, drafter=method or self.method
         )
+
+    def calling(self, generator: SLOSpecGenerator) -> GenerateCall:
+        """Return a call of a generator's ``generate``."""
 
         def run(inputs: dict[str, Any]) -> Any:
             return generator.generate(

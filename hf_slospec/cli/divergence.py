@@ -180,7 +180,7 @@ def divergence_report(
         "fallback", None
     )  # a call that fell back to stock generate would be compared with itself
     call = prepare(
-        decoder.speculator_of(options),
+        decoder.speculator_of(options, options.pop("drafter", None)),
         options.pop("slo_tpot", None),
         options | {"return_dict_in_generate": True},
     )

@@ -94,9 +94,9 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(
-        1, len(records), figsize=(5.5 * len(records), 4), layout="constrained"
+        1, len(records), figsize=(5.5 * len(records), 4), layout="constrained", squeeze=False
     )
-    for panel, (name, record) in zip(panels, records.items(), strict=True):
+    for panel, (name, record) in zip(panels[0], records.items(), strict=True):
         plain = [m for m in record["measured"] if m["requests"] == 1 and m["keys_each"] == 128]
         other = [m for m in record["measured"] if m not in plain]
         panel.plot(

@@ -37,11 +37,13 @@ logger = logging.getLogger(__name__)
 NICENESS = 5
 MAX_PACKAGES = 64  # packages kept on disk, of a few megabytes each
 RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
+LOCK = "compiler.lock"  # file that a compiler locks while it runs
 POLL_S = 1.0  # seconds between two looks at the lock, the package, and the parent process
-# Seconds to compile one layer on two idle cores, and all that is not layers; measured on graphs of
-# 30 layers (benchmarks/compiling.py).
-LAYER_S = 2.0
-OTHER_S = 8.0
+# Seconds on two idle cores to compile one layer, all that is not layers, and to build the operators'
+# library; fitted to graphs of 30 layers (benchmarks/compiling.py) and of few (the quickstart).
+LAYER_S = 1.5
+OTHER_S = 25.0
+BUILD_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ class CompileJob:
     @property
     def estimated_s(self) -> float:
         """Seconds that the compilation takes on two idle cores."""
-        return OTHER_S + LAYER_S * len(self.description.layers)
+        build_s = 0.0 if operators.library_path().exists() else BUILD_S
+        return build_s + OTHER_S + LAYER_S * len(self.description.layers)
 
     def start(self) -> subprocess.Popen[bytes] | None:
         """Start the compilation, which ends with the package, with a failure, or with this process.
@@ -129,7 +132,7 @@ class CompileJob:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        with open(self.path.parent.parent / "compiler.lock", "w") as lock:
+        with open(self.path.parent.parent / LOCK, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -155,10 +158,18 @@ class CompileJob:
         Raises:
             OSError: see ``start``.
         """
+        is_queued = False
         while self.interface is None and self.failure is None:
+            begun_s = time.monotonic()
             if (process := self.start()) is not None:
                 process.wait()
+                seconds = time.monotonic() - begun_s
+                name = self.description.model_class.__name__
+                logger.info("compiled forwards of %s in %.0f s", name, seconds)
                 return
+            if not is_queued:
+                logger.info("waiting for a compiler of another process")
+            is_queued = True
             time.sleep(POLL_S)
 
     def run(self) -> None:
@@ -207,6 +218,19 @@ class CompileJob:
         for path in packages[MAX_PACKAGES:]:
             for file in _files_of(path):
                 file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def no_compiler() -> Iterator[None]:
+    """Wait until no compiler of this user runs on this machine, and let none start inside the
+    context, for measurements. Models that wait for their compilation must have it before.
+
+    Raises:
+        OSError: the cache directory cannot be written.
+    """
+    with open(kept_file("compiled", "", "").parent / LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
 
 
 def _files_of(package: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""HTML of a scene: a card per stream, and the headline with figures of the whole engine.
+"""HTML of a scene: a card per stream, the headline with figures of the whole engine, and the race.
 
 Whatever a colour says, words or patterns say, too.
 """
@@ -9,7 +9,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from hf_slospec.demo.generator import TextPiece
+from hf_slospec.batcher.texts import ToText
+from hf_slospec.demo.generator import HighlightedText, TextPiece
+from hf_slospec.demo.race import NAMES, Lane, Race
 from hf_slospec.demo.sessions import Scene
 from hf_slospec.demo.stream import View, shares
 
@@ -20,8 +22,13 @@ STATES = {
     "writing": "writing",
     "finished": "finished",
     "stopped": "stopped",
+    "paused": "paused for a race",
     "failed": "failed",
 }
+PREPARED = """<b>Race</b> decodes your prompt in three ways, each alone on this machine, and then plays all
+three back side by side, at their measured speed."""
+ALONE = "is decoded, alone on this machine: the users below pause."
+REPLAY = "All three are played back at the speed at which they were decoded."
 
 
 def speed_of(view: View) -> float | None:
@@ -41,95 +48,67 @@ def full_scale(views: Sequence[View]) -> float:
 
 
 def verdict(view: View) -> tuple[str, str]:
-    """Return whether the speed target is met, as a CSS class and as words."""
+    """Return whether the SLO is met, as a CSS class and as words."""
     if view.user_request.tpot_slo_ms is None:
-        return "unjudged", "no speed target"
+        return "unjudged", "no SLO"
+    if view.state in ("stopped", "paused", "failed"):
+        return "unjudged", "not judged"
     if view.metrics is None or view.metrics.attained is None or view.metrics.tpot_s is None:
-        return "unjudged", "not known yet"
-    if view.state in ("stopped", "failed"):
-        return "unjudged", "&nbsp;"  # not empty, as the box would have another height
-    is_met = view.metrics.attained
-    if view.state == "finished":
-        words = "✓ speed target met" if is_met else "✗ speed target missed"
-    else:
-        words = "✓ at speed target" if is_met else "✗ below speed target"
-    return ("met" if is_met else "missed"), words
+        return "unjudged", "not judged yet"
+    has_ended = view.state == "finished"
+    if view.metrics.attained:
+        return "met", "✓ SLO met" if has_ended else "✓ meets SLO"
+    return "missed", "✗ SLO missed" if has_ended else "✗ misses SLO"
 
 
-def card(view: View, scale: float, share: float, hides_text: bool = False) -> str:
+def card(view: View, scale: float, share: float) -> str:
     """Return the card of one stream.
 
     Args:
         view: the stream.
         scale: tokens per second at the right end of its bar.
         share: its share of all verified nodes, from 0 to 1.
-        hides_text: leave out prompt and text: those of a visitor are shown to this visitor only.
     """
     look, words = verdict(view)
+    name = escape(view.name)
     parts = [
-        f'<header><h3 title="{escape(view.name)}">{escape(view.name)}</h3>',
-        f'<p><span class="verdict {look}">{words}</span>',
-        f'<span class="state {view.state}">{STATES[view.state]}</span></p></header>',
-        f'<p class="description">{escape(view.description)}</p>' if view.description else "",
-        _speed(view),
+        f'<header><h3 title="{name}">{name}</h3>',
+        f'<span class="state {view.state}">{STATES[view.state]}</span></header>',
+        f'<p class="description">{escape(view.description)}</p>',
+        _speed(view, look, words),
         _bar(view, scale, look),
-        _sparkline(view),
-        "" if hides_text else _prompt(view) + _text(view.pieces, view.state == "writing"),
+        _prompt(view) + _text(view.pieces, view.state == "writing"),
         _figures(view, share),
-        f'<p class="error" role="alert">{escape(view.error)}</p>'
-        if view.error
-        else "",  # last, so that the parts above it line up across cards
+        f'<p class="error" role="alert">{escape(view.error)}</p>' if view.error else "",
     ]
-    return (
-        f'<article class="card {look}" aria-label="{escape(view.name)}">{"".join(parts)}</article>'
-    )
+    return f'<article class="card {look}" aria-label="{name}">{"".join(parts)}</article>'
 
 
-def _speed(view: View) -> str:
+def _speed(view: View, look: str, words: str) -> str:
     speed = speed_of(view)
-    number = "-" if speed is None else f"{speed:.1f}"
-    per_token = "" if speed is None else f" = {1e3 / speed:.0f} ms/token"
-    return f'<p class="speed"><b>{number}</b> tokens/s<span class="dim">{per_token}</span></p>'
+    number = "-" if speed is None else f"{1e3 / speed:.1f}"
+    return (
+        f'<p class="speed"><b>{number}</b> ms/token<span class="verdict {look}">{words}</span></p>'
+    )
 
 
 def _bar(view: View, scale: float, look: str) -> str:
     speed = speed_of(view) or 0.0
     tpot_slo_ms = view.user_request.tpot_slo_ms
     line = ""
-    label = "no speed target"
+    label = "no SLO"
     if tpot_slo_ms is not None:
         slo = 1e3 / tpot_slo_ms
         at = min(100 * slo / scale, 99.4)
-        label = f"speed target: at least {slo:.1f} tokens/s ({tpot_slo_ms:.0f} ms per token)"
+        label = f"SLO: at most {tpot_slo_ms:g} ms per token, {slo:.1f} tokens/s"
         side = f"right:{100 - at:.1f}%" if at > 50 else f"left:{at:.1f}%"
-        line = f'<i class="slo-line" style="left:{at:.1f}%"></i><span class="slo-label" style="{side}">'
-        line += f"speed target {slo:.1f}/s{' →' if slo > scale else ''}</span>"
+        line = (
+            f'<i class="slo-line" style="left:{at:.1f}%"></i><span class="slo-label" style="{side}">'
+            f"SLO {tpot_slo_ms:g} ms{' →' if slo > scale else ''}</span>"
+        )
     return (
         f'<div class="bar" role="img" aria-label="{speed:.1f} tokens/s; {label}" title="{label}">'
         f'<span class="fill {look}" style="width:{min(100 * speed / scale, 100):.1f}%"></span>{line}</div>'
-    )
-
-
-def _sparkline(view: View) -> str:
-    """Plot tokens per second by second, averaged over three seconds, with the speed target as a
-    dashed line.
-    """
-    values = [
-        sum(view.history[max(i - 2, 0) : i + 1]) / min(i + 1, 3) for i in range(len(view.history))
-    ]
-    slo = None if view.user_request.tpot_slo_ms is None else 1e3 / view.user_request.tpot_slo_ms
-    top = max(*values, min(slo or 0.0, 3 * max(*values, 5.0)), 1.0) * 1.1
-    points = " ".join(
-        f"{100 * i / (len(values) - 1):.1f},{30 - 30 * v / top:.1f}" for i, v in enumerate(values)
-    )
-    dashed = ""
-    if slo is not None and slo <= top:
-        y = 30 - 30 * slo / top
-        dashed = f'<line x1="0" x2="100" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return (
-        f'<div class="spark"><svg viewBox="0 0 100 30" preserveAspectRatio="none" aria-hidden="true">'
-        f'<polyline points="{points}"/>{dashed}</svg>'
-        f'<span>now <b>{view.tokens_per_s:.1f}</b><br><span class="dim">last {len(values)} s</span></span></div>'
     )
 
 
@@ -143,13 +122,17 @@ def _text(pieces: Sequence[TextPiece], is_writing: bool) -> str:
     shown: list[str] = []
     left = MAX_CHARS
     for piece in reversed(pieces):
-        text = escape(piece.text[-left:])
-        shown.append(f'<span class="d">{text}</span>' if piece.is_draft else text)
+        shown.append(_piece(piece._replace(text=piece.text[-left:])))
         left -= len(piece.text)
         if left <= 0:
             break
     cursor = '<span class="cursor">▌</span>' if is_writing else ""
     return f'<div class="text" tabindex="0"><pre>{"".join(reversed(shown))}{cursor}</pre></div>'
+
+
+def _piece(piece: TextPiece) -> str:
+    text = escape(piece.text)
+    return f'<span class="d">{text}</span>' if piece.is_draft else text
 
 
 def _figures(view: View, share: float) -> str:
@@ -160,42 +143,29 @@ def _figures(view: View, share: float) -> str:
         if metrics is not None and metrics.drafted
         else "-"
     )
-    guarantee = ""
-    if view.user_request.tpot_slo_ms is not None and metrics is not None and view.is_active:
-        guarantee = "planned for by the scheduler"
-        if not metrics.guaranteed:
-            guarantee = "not planned for: others' targets come first"
-        if metrics.guaranteed and metrics.attained is False:
-            guarantee += ", and missed so far"
-        guarantee = f"speed target of this answer: {guarantee}"
     pairs = [
         ("budget share", f"{100 * share:.0f} %"),
         ("tokens per step", f"{length:.2f}" if length else "-"),
         ("drafts accepted", accepted),
         (
-            "answers in time",
+            "SLOs met",
             f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-",
         ),
     ]
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
-    return f'<dl class="figures">{cells}</dl><p class="dim guarantee">{guarantee}&nbsp;</p>'
+    return f'<dl class="figures">{cells}</dl>'
 
 
-def cards(scene: Scene) -> tuple[list[str], str, str]:
-    """Return the HTML of the simulated users' cards by index, of the visitor's card, and of all
-    other visitors' cards.
-    """
+def cards(scene: Scene) -> tuple[list[str], str]:
+    """Return the HTML of the simulated users' cards by index, and of the visitor's card."""
     views = scene.views
     scale = full_scale(views)
     share = dict(zip(map(id, views), shares([view.nodes for view in views]), strict=True))
-    simulated = [
-        "" if view is None else card(view, scale, share[id(view)]) for view in scene.simulated
-    ]
-    visitor = "" if scene.visitor is None else card(scene.visitor, scale, share[id(scene.visitor)])
-    rest = "".join(
-        card(view, scale, share[id(view)], hides_text=True) for view in scene.other_visitors
-    )
-    return simulated, visitor, f'<div class="others">{rest}</div>' if rest else ""
+
+    def html(view: View | None) -> str:
+        return "" if view is None else card(view, scale, share[id(view)])
+
+    return [html(view) for view in scene.simulated], html(scene.visitor)
 
 
 def headline(scene: Scene) -> str:
@@ -210,10 +180,10 @@ def headline(scene: Scene) -> str:
     accepted = sum(view.metrics.accepted for view in views if view.metrics)
     tiles = [
         (f"{total:.1f}", "tokens/s in total"),
-        (f"{verdicts.count('met')} of {len(verdicts)}", "running streams at their speed target"),
+        (f"{verdicts.count('met')} of {len(verdicts)}", "running answers meet their SLO"),
         (
             f"{attained} of {judged}",
-            f"answers met their speed target since “{scene.policy}” was chosen",
+            f"answers met it since “{scene.policy}” was chosen",
         ),
         (f"{100 * accepted / drafted:.0f} %" if drafted else "-", "of drafted tokens accepted"),
     ]
@@ -234,4 +204,74 @@ def _budget(views: Sequence[View]) -> str:
                 f"<em>{name} {percent}</em></span>"
             )
     body = "".join(parts) or "<span class='idle'><em>nothing is being decoded</em></span>"
-    return f'<p class="dim">Token budget of the last seconds by user:</p><div class="budget">{body}</div>'
+    return f'<div class="shares"><span class="dim">Token budget</span><div class="budget">{body}</div></div>'
+
+
+def race_html(race: Race | None, to_text: ToText) -> str:
+    """Return a race. While it is run, its lanes show what they have decoded; once it is done, they
+    play that back together, at the speed at which it was decoded.
+    """
+    lanes = [] if race is None else race.lanes
+    done = race if race is not None and race.is_done else None
+    parts = [
+        _lane(name, lanes[index] if index < len(lanes) else None, to_text, done is not None)
+        for index, name in enumerate(NAMES)
+    ]
+    end_s = max((lane.read()[-1].at_s for lane in lanes), default=0.0) if done else 0.0
+    words = PREPARED if race is None else f"Lane {max(len(lanes), 1)} of {len(NAMES)} {ALONE}"
+    if done:
+        words = f'<span class="until">{REPLAY}</span><span class="t">{result(done)}</span>'
+    return (
+        f'<p class="result" style="--t:{end_s:.3f}s">{words}</p>'
+        f'<div class="lanes">{"".join(parts)}</div>'
+    )
+
+
+def result(race: Race) -> str:
+    """Return what a finished race has shown: the speed-up, and how much of it is due to faster steps
+    and how much to drafts.
+    """
+    stock_s, steps_s, drafts_s = (lane.tpot_s for lane in race.lanes)
+    if not (stock_s and steps_s and drafts_s):
+        return "The answer has a single token, and so no time per token; take another prompt."
+    num_same = race.num_same
+    num_tokens = min(len(lane.tokens) for lane in race.lanes)
+    same = f"All three wrote the same {num_tokens} tokens."
+    if num_same < num_tokens:
+        same = f"The first {num_same} tokens are the same; half precision rounds differently after."
+    return (
+        f"<b>{stock_s / drafts_s:.1f} times the speed of stock generate</b>: "
+        f"{1e3 * stock_s:.1f} → {1e3 * drafts_s:.1f} ms per token = "
+        f"<b>{stock_s / steps_s:.1f}x</b> by faster steps (forwards {escape(race.forwards)}) &times; "
+        f"<b>{steps_s / drafts_s:.1f}x</b> by drafts "
+        f"({race.policy}: {race.lanes[-1].tokens_per_step:.1f} tokens per step). {same}"
+    )
+
+
+def _lane(name: str, lane: Lane | None, to_text: ToText, is_done: bool) -> str:
+    if lane is None:
+        return f'<article class="lane"><header><h3>{name}</h3></header>{_text([], False)}</article>'
+    steps = lane.read()
+    text = HighlightedText(to_text)
+    pieces = []
+    tokens: list[int] = []
+    origins: list[bool] = []
+    for step in steps:
+        num_before = len(text.update(tokens, origins))
+        tokens += step.tokens
+        origins += [index < step.num_accepted for index in range(len(step.tokens))]
+        new = text.update(tokens, origins, is_done and step is steps[-1])[num_before:]
+        shown = "".join(map(_piece, new))
+        pieces.append(
+            f'<span class="t" style="--t:{step.at_s:.3f}s;--n:{len(step.tokens)}">{shown}</span>'
+        )
+    end_s = steps[-1].at_s if steps else 0.0
+    speed = f"{1e3 * lane.tpot_s:.1f} ms/token" if lane.tpot_s else ""
+    length = f"{lane.tokens_per_step or 1:.1f} per step"
+    return (
+        f'<article class="lane {"replay" if is_done else "live"}" style="--end:{end_s:.3f}s">'
+        f'<header><h3>{name}</h3><p><b class="t" style="--t:{end_s:.3f}s">{speed}</b></p></header>'
+        f'<div class="track"><span></span></div><div class="text" tabindex="0"><pre>'
+        f"{''.join(pieces)}</pre></div>"
+        f'<p class="dim count"> tokens, {length}</p></article>'
+    )

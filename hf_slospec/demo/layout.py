@@ -5,35 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import gradio as gr
 
 from hf_slospec.demo import cards
-from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Persona, UserRequest
-from hf_slospec.demo.sessions import MAX_SIMULATED, DemoSessions
-from hf_slospec.demo.stream import View
+from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, UserRequest
+from hf_slospec.demo.race import Race
+from hf_slospec.demo.sessions import DemoSessions
 from hf_slospec.errors import SLOSpecError
 
 REFRESH_S = 0.5
-INTRO = """<h1>One model, many users, each with a speed target</h1>
-<div class="intro"><p>All users below are served by <b>the same model at the same time</b>. Each may set a <b>speed
-target</b>: at most so many milliseconds per output token (TPOT). <span class="more">A drafter{drafter} proposes the
-next tokens, the large target model checks the proposals of all users in one step, and the <b>policy</b> decides whose
-proposals are checked: users below their speed target come first. The text is the one that the target model writes
-alone.</span> You may <a href="#own-request">send a request of your own</a>.</p></div>"""
-SWITCH = "Switch it and see which speed targets are met."
-EMBEDDED = """<p class="dim">These models are tiny and were trained on Python source, so all answers are Python-like
-nonsense. Speeds, drafts and speed targets are real.</p>"""
-LEGEND = """<p class="legend">In the texts, <span class="d">underlined</span> tokens were proposed by the drafter
-and accepted; all others were chosen by the target model. The vertical line in a bar is the user's speed target.</p>"""
-POLICIES = [
-    ("auto: drafts where it pays off, users below their speed target first", "auto"),
-    ("adaserve: the whole token budget in every step", "adaserve"),
-    ("fixed: four draft tokens for every user", "fixed"),
-    ("none: no speculation", "none"),
-]
+INTRO = """<h1>hf_slospec: the tokens of stock generate, sooner</h1>
+<div class="intro"><p class="dim">{model}; drafts: {drafter}. {note}</p></div>"""
+EMBEDDED = "Trained on Python source, it writes Python-like nonsense; all speeds are measured."
+USERS = """<div class="intro"><h2>Many users of one model, each with an SLO</h2>
+<p class="more">An <b>SLO</b> is at most so many milliseconds per output token (the line in the bar). A drafter proposes
+tokens, the model checks those of all users in one step, and the policy decides whose are checked.
+<span class="d">Underlined</span> tokens are accepted drafts.</p></div>"""
+POLICIES = {
+    "auto": "drafts where it pays, users that miss their SLO first",
+    "adaserve": "the whole token budget in every step",
+    "fixed": "four draft tokens for every user",
+    "none": "no drafts",
+}
+SWITCH = "; ".join(f"{name}: {words}" for name, words in POLICIES.items())
 
 
 @dataclass(frozen=True)
@@ -53,35 +49,36 @@ class Controls:
 
         Args:
             request: initial values.
-            max_slo_ms: right end of the speed target's slider, in milliseconds.
+            max_slo_ms: right end of the SLO's slider, in milliseconds.
             folds_prompt: put the prompt into the accordion, which is closed at first.
         """
         prompt: Any = gr.Textbox(
             request.prompt,
             lines=4,
-            max_lines=8,
+            max_lines=4,
             max_length=MAX_PROMPT_CHARS,
-            label="Prompt",
+            label="Prompt" if folds_prompt else "Your prompt",
             render=not folds_prompt,
         )
-        tpot_slo_ms = gr.Slider(
-            *(1, max_slo_ms, request.tpot_slo_ms or max_slo_ms),
-            step=1,
-            label="Speed target (ms per token)",
-            min_width=200,
-            visible=request.tpot_slo_ms is not None,
-        )
-        with gr.Accordion("Prompt and sampling" if folds_prompt else "Sampling", open=False):
-            if folds_prompt:
-                prompt.render()
-            return cls(
-                prompt,
-                tpot_slo_ms,
-                gr.Checkbox(request.tpot_slo_ms is not None, label="Set a speed target"),
-                gr.Slider(0, 1.5, request.temperature, step=0.1, label="Temperature (0: greedy)"),
-                gr.Slider(0.1, 1, request.top_p, step=0.05, label="Top-p"),
-                gr.Slider(16, MAX_NEW_TOKENS, request.max_new_tokens, step=16, label="New tokens"),
+        with gr.Column(min_width=150, elem_classes="settings"):
+            tpot_slo_ms = gr.Slider(
+                *(1, max_slo_ms, request.tpot_slo_ms or max_slo_ms),
+                step=1,
+                label="SLO (ms per token)",
+                min_width=120,
+                visible=request.tpot_slo_ms is not None,
             )
+            with gr.Accordion("Prompt, sampling" if folds_prompt else "Sampling", open=False):
+                if folds_prompt:
+                    prompt.render()
+                return cls(
+                    prompt,
+                    tpot_slo_ms,
+                    gr.Checkbox(request.tpot_slo_ms is not None, label="Set an SLO"),
+                    gr.Slider(0, 1.5, request.temperature, step=0.1, label="Temperature"),
+                    gr.Slider(0.1, 1, request.top_p, step=0.05, label="Top-p"),
+                    gr.Slider(16, MAX_NEW_TOKENS, request.max_new_tokens, step=16, label="Tokens"),
+                )
 
     @property
     def all(self) -> list[Any]:
@@ -118,88 +115,71 @@ def control_values(request: UserRequest) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """Components of one simulated user."""
-
-    column: gr.Column
-    card: gr.HTML
-    controls: Controls
-
-    @property
-    def all(self) -> list[Any]:
-        """All components, in the order in which :meth:`Page.refresh` returns updates."""
-        return [self.column, self.card, *self.controls.all]
-
-
-@dataclass(frozen=True)
 class Page:
     """The page, with one session per visitor.
 
     Args:
-        personas: the simulated users that can be added, with their requests, by name.
-        max_slo_ms: right end of the speed target sliders, in milliseconds.
-        note: HTML that follows the introduction.
+        first: the visitor's request before any change.
+        max_slo_ms: right end of the SLO sliders, in milliseconds.
+        intro: HTML of the page's head.
     """
 
     sessions: DemoSessions
-    personas: dict[str, tuple[Persona, UserRequest]]
+    first: UserRequest
     max_slo_ms: float
-    note: str
+    intro: str
 
     def build(self) -> gr.Blocks:
         """Create the components and connect their events."""
         page: gr.Blocks
         with gr.Blocks(title="hf_slospec demo", analytics_enabled=False, fill_width=True) as page:
-            drafter = self.sessions.generator.drafter
-            now = self.sessions.generator.policy
-            intro = INTRO.format(drafter=f" ({escape(drafter)})")
-            gr.HTML(intro + self.note, apply_default_css=False, elem_id="intro")
+            scene = self.sessions.refresh("").blank()  # until the first refresh
+            gr.HTML(self.intro, apply_default_css=False, elem_id="intro")
+            self._own_controls()
+            with gr.Row(elem_id="race-row"):
+                race = gr.HTML(self._race_html(None), apply_default_css=False, elem_id="race")
+                own_card = gr.HTML(EMPTY_CARD, apply_default_css=False, elem_id="own-card")
+            gr.HTML(USERS, apply_default_css=False, elem_id="users")
             policy = gr.Radio(
                 list(POLICIES),
-                value=now,
-                label="Policy (for all users)",
+                value=scene.policy,
+                label="Policy (a change starts all answers and counts again)",
                 info=SWITCH,
                 elem_id="policy",
             )
-            head = gr.HTML(apply_default_css=False, elem_id="headline")
-            gr.HTML(LEGEND, apply_default_css=False, elem_id="legend")
-            with gr.Row(elem_classes=["users", "simulated"]):
-                panels = [self._panel(index) for index in range(MAX_SIMULATED)]
-            with gr.Row(elem_classes="adding"):
-                persona = gr.Dropdown(
-                    list(self.personas), label="Another simulated user", min_width=180
-                )
-                add = gr.Button("Add user", elem_id="add", min_width=120)
-            own_card = self._own_panel()
-            other_cards = gr.HTML(apply_default_css=False, elem_id="others")
-            sent = gr.State({"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED})
+            head = gr.HTML(cards.headline(scene), apply_default_css=False, elem_id="headline")
+            with gr.Row(elem_classes="users"):
+                panels = [
+                    self._panel(index, view.user_request, html)
+                    for index, (view, html) in enumerate(
+                        zip(scene.simulated, cards.cards(scene)[0], strict=True)
+                    )
+                ]
+            sent = gr.State(
+                {"policy": "", "shown": "", "versions": [0] * len(panels), "race": None}
+            )
             outputs = [
                 sent,
                 policy,
                 head,
+                race,
                 own_card,
-                other_cards,
-                *(part for panel in panels for part in panel.all),
+                *(part for panel in panels for part in panel),
             ]
             for event in (page.load, gr.Timer(REFRESH_S).tick):
                 event(self.refresh, [sent, policy], outputs, show_progress="hidden", queue=False)
             handle(policy.input, self.sessions.set_policy, policy, show_progress="hidden")
-            handle(add.click, self.add, persona)
             page.unload(self.leave)
         return page
 
-    def _panel(self, index: int) -> Panel:
-        with gr.Column(
-            min_width=300, visible=False, elem_classes="user", elem_id=f"user-{index}"
-        ) as column:
-            card = gr.HTML(apply_default_css=False)
-            controls = Controls.of(
-                next(iter(self.personas.values()))[1], self.max_slo_ms, folds_prompt=True
-            )
+    def _panel(self, index: int, request: UserRequest, html: str) -> list[Any]:
+        """Create the panel of a simulated user, and return its card and its fields."""
+        with gr.Column(min_width=230, elem_classes="user", elem_id=f"user-{index}"):
+            card = gr.HTML(html, apply_default_css=False)
+            controls = Controls.of(request, self.max_slo_ms, folds_prompt=True)
             with gr.Row():
                 start = gr.Button("Start again", size="sm", min_width=60)
                 stop = gr.Button("Stop", size="sm", min_width=60)
-                remove = gr.Button("Remove", size="sm", min_width=60)
 
         def change(*values: Any) -> None:
             self.sessions.change(index, request_of(*values))
@@ -207,34 +187,32 @@ class Page:
         for event in (start.click, controls.tpot_slo_ms.release, controls.has_slo.input):
             handle(event, change, controls.all, show_progress="hidden")
         handle(stop.click, lambda: self.sessions.stop(index))
-        handle(remove.click, lambda: self.sessions.remove(index))
-        return Panel(column, card, controls)
+        return [card, *controls.all]
 
-    def _own_panel(self) -> gr.HTML:
-        """Create the panel of the visitor's own request, and return the component of its card."""
-        first = next(iter(self.personas.values()))[1]
-        with gr.Row(elem_classes="users"):
-            with gr.Column(min_width=330, elem_classes=["user", "yours"], elem_id="own-request"):
-                gr.HTML("<h3>Your own request</h3>", apply_default_css=False)
-                controls = Controls.of(first, self.max_slo_ms, folds_prompt=False)
-                with gr.Row():
-                    write = gr.Button("Write", variant="primary", min_width=80, elem_id="own-write")
-                    stop = gr.Button("Stop", min_width=80, elem_id="own-stop")
-            with gr.Column(min_width=330, elem_classes=["user", "yours"]):
-                card = gr.HTML(apply_default_css=False, elem_id="own-card")
-        handle(write.click, self.ask, controls.all)
-        handle(stop.click, self.stop_own)
-        return card
+    def _own_controls(self) -> None:
+        """Create the fields and buttons of the visitor's own prompt."""
+        with gr.Row(elem_id="own-request"):
+            controls = Controls.of(self.first, self.max_slo_ms, folds_prompt=False)
+            with gr.Column(min_width=180, elem_classes="buttons"):
+                race = gr.Button("Race", variant="primary", elem_id="race-start")
+                write = gr.Button("Write", elem_id="own-write")
+                stop = gr.Button("Stop", elem_id="own-stop")
+        handle(race.click, self.race, controls.prompt, show_progress="hidden")
+        handle(write.click, self.ask, controls.all, show_progress="hidden")
+        handle(stop.click, self.stop_own, show_progress="hidden")
 
     # ---- event handlers
-
-    def add(self, name: str | None) -> None:
-        """Add the simulated user of this name, or the first one."""
-        self.sessions.add(*self.personas[name or next(iter(self.personas))])
 
     def ask(self, request: gr.Request, *values: Any) -> None:
         """Start the visitor's own request."""
         self.sessions.ask(str(request.session_hash), request_of(*values))
+
+    def race(self, request: gr.Request, prompt: str | None) -> None:
+        """Run a race with the visitor's prompt."""
+        self.sessions.race(str(request.session_hash), prompt or "")
+
+    def _race_html(self, race: Race | None) -> str:
+        return cards.race_html(race, self.sessions.generator.to_text)
 
     def stop_own(self, request: gr.Request) -> None:
         self.sessions.stop_own(str(request.session_hash))
@@ -255,32 +233,27 @@ class Page:
             request: identifies the session.
         """
         scene = self.sessions.refresh(str(request.session_hash))
-        simulated, own_card, other_cards = cards.cards(scene)
+        simulated, own_card = cards.cards(scene)
         is_current = scene.policy == sent["policy"] and (
             shown == scene.policy or shown != sent["shown"]
         )
         policy = gr.skip() if is_current else scene.policy
-        updates = [policy, cards.headline(scene), own_card or EMPTY_CARD, other_cards]
+        # A race that is done plays back by itself in the browser.
+        race = None if scene.race is None or not scene.race.is_done else id(scene.race)
+        shows_race = race is not None and race == sent["race"]
+        race_html = gr.skip() if shows_race else self._race_html(scene.race)
+        updates = [policy, cards.headline(scene), race_html, own_card or EMPTY_CARD]
         for view, html, version in zip(scene.simulated, simulated, sent["versions"], strict=True):
-            updates += _panel_updates(view, html, version)
-        versions = [None if view is None else view.version for view in scene.simulated]
-        return [{"policy": scene.policy, "shown": shown, "versions": versions}, *updates]
+            is_sent = view.version == version
+            fields = [gr.skip()] * 6 if is_sent else control_values(view.user_request)
+            updates += [html, *fields]
+        versions = [view.version for view in scene.simulated]
+        now = {"policy": scene.policy, "shown": shown, "versions": versions, "race": race}
+        return [now, *updates]
 
 
-EMPTY_CARD = (
-    '<article class="card"><h3>You</h3><p class="dim">Your stream appears here.</p></article>'
-)
-
-
-def _panel_updates(view: View | None, html: str, sent: int | None) -> list[Any]:
-    version = None if view is None else view.version
-    if version == sent:
-        return [gr.skip(), html if view else gr.skip(), *[gr.skip()] * 6]
-    return [
-        gr.Column(visible=view is not None),
-        html,
-        *(control_values(view.user_request) if view else [gr.skip()] * 6),
-    ]
+EMPTY_CARD = """<article class="card empty"><header><h3>You, among the users</h3></header><p class="dim">“Write”
+writes your answer here, while the users below are served.</p></article>"""
 
 
 def handle(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -12,15 +13,14 @@ MAX_PROMPT_CHARS = 2000
 MAX_PROMPT_TOKENS = 768
 MAX_NEW_TOKENS = 256
 MAX_TPOT_SLO_MS = 10_000
+TIGHTEST = 1.15  # tightest SLO of a persona / its measured TPOT with drafts
 
 
 class UserRequest(InputModel):
     """Settings of one user's request. Values beyond the demo's limits raise InvalidInputError."""
 
     prompt: str = Field(max_length=MAX_PROMPT_CHARS)
-    tpot_slo_ms: float | None = Field(
-        gt=0, le=MAX_TPOT_SLO_MS, description="None: no speed target."
-    )
+    tpot_slo_ms: float | None = Field(gt=0, le=MAX_TPOT_SLO_MS, description="None: no SLO.")
     temperature: float = Field(0.0, ge=0, le=2, description="0: always the most probable token.")
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: int = Field(128, ge=2, le=MAX_NEW_TOKENS)
@@ -56,20 +56,24 @@ class Persona(BaseModel):
     # For models without a chat template, such as the embedded pair, which was trained on Python
     code_prompt: str
     chat_prompt: str  # for models with a chat template
-    slo_factor: float | None  # TPOT SLO / TPOT of plain decoding; None: no TPOT SLO
+    # TPOT SLO / TPOT without drafts; None: no SLO; 0: between the TPOTs with and without drafts
+    slo_factor: float | None
     temperature: float = 0.0
     max_new_tokens: int = 160
 
-    def request(self, plain_tpot_s: float, is_chat: bool) -> UserRequest:
+    def request(self, plain_tpot_s: float, drafted_tpot_s: float, is_chat: bool) -> UserRequest:
         """Return the persona's request.
 
         Args:
-            plain_tpot_s: seconds per token of plain decoding, which the TPOT SLO is a multiple of.
+            plain_tpot_s: seconds per token without drafts, measured here with all personas.
+            drafted_tpot_s: the persona's seconds per token with drafts, measured likewise.
             is_chat: whether the model has a chat template.
         """
-        tpot_slo_ms = (
-            None if self.slo_factor is None else max(round(1e3 * self.slo_factor * plain_tpot_s), 1)
-        )
+        tpot_slo_ms = None
+        if self.slo_factor is not None:
+            between_s = max(math.sqrt(plain_tpot_s * drafted_tpot_s), TIGHTEST * drafted_tpot_s)
+            slo_s = self.slo_factor * plain_tpot_s or between_s
+            tpot_slo_ms = min(max(round(1e3 * slo_s), 1), MAX_TPOT_SLO_MS)
         return UserRequest(
             prompt=self.chat_prompt if is_chat else self.code_prompt,
             tpot_slo_ms=tpot_slo_ms,
@@ -115,16 +119,16 @@ CHAT_LIST = """Correct the spelling of these sentences. Write each corrected sen
 PERSONAS = (
     Persona(
         name="Coding copilot",
-        description="completes code while you type: needs the highest speed",
+        description="types along: the tightest SLO",
         code_prompt='def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as f:\n'
         "        return f.readlines()\n\n\ndef write_lines(path, lines):\n",
         chat_prompt=CHAT_CODE,
-        slo_factor=0.9,
-        temperature=0.4,
+        slo_factor=0.0,
+        max_new_tokens=96,
     ),
     Persona(
         name="Chat",
-        description="is read while it is written: reading speed is enough",
+        description="read while it is written",
         code_prompt='"""How do I read a file line by line in Python?\n\nThe simplest way is to\n',
         chat_prompt="Why is the sky blue, and why is it red in the evening?",
         slo_factor=1.5,
@@ -132,7 +136,7 @@ PERSONAS = (
     ),
     Persona(
         name="Summary",
-        description="is read when it is complete",
+        description="read when it is complete",
         code_prompt='"""Summary of this module.\n\nThis module provides a class for reading and writing\n'
         "configuration files. The main class is ConfigParser.\n\nFunctions:\n\n",
         chat_prompt=CHAT_TEXT,
@@ -141,7 +145,7 @@ PERSONAS = (
     ),
     Persona(
         name="Batch job",
-        description="has no speed target: uses the remaining capacity",
+        description="no SLO: takes what others leave",
         code_prompt="class TestStack(unittest.TestCase):\n    def test_push(self):\n        stack = Stack()\n"
         "        stack.push(1)\n"
         "        self.assertEqual(stack.size(), 1)\n\n    def test_pop(self):\n",

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import math
 import os
 import statistics
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_slospec.config import Compile
 from hf_slospec.demo import SIZE
 from hf_slospec.demo.generator import DemoGenerator
-from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS
+from hf_slospec.demo.personas import (
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_TOKENS,
+    MAX_TPOT_SLO_MS,
+    PERSONAS,
+    UserRequest,
+)
 from hf_slospec.demo.sessions import CONFIG, DemoSessions
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.speculator import clock
@@ -23,11 +34,12 @@ from hf_slospec.server.options import is_loopback
 if TYPE_CHECKING:
     import gradio as gr
 
-# Of the measurement of plain decoding: simultaneous streams, tokens of each, and repeats
-NUM_STREAMS = 4
-NUM_TOKENS = 16
-NUM_REPEATS = 3
-MAX_SLO_FACTOR = 6.0  # slowest speed target on the sliders, as a multiple of plain decoding's TPOT
+# Of the measurement that SLOs are chosen by: new tokens of each persona's answer without drafts and
+# with drafts, which gain more in some parts of a text than in others, and repeats
+NUM_PLAIN_TOKENS = 32
+NUM_DRAFTED_TOKENS = 96
+NUM_REPEATS = 2
+REPORT_S = 5.0  # seconds between two reports of something that takes long
 NO_TELEMETRY = {
     "GRADIO_ANALYTICS_ENABLED": "False",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -46,6 +58,7 @@ class Options:
     port: int | None = None
     password: str | None = None
     allows_no_password: bool = False
+    compile: Compile = "wait"  # see SLOSpecConfig
 
     def check_open(self) -> None:
         """Raise InvalidInputError if other machines could connect without a password, unless that
@@ -88,59 +101,83 @@ def prepare(
     """
     options.check_open()
     os.environ.update(NO_TELEMETRY)  # before gradio is imported
-    from hf_slospec.demo.layout import EMBEDDED, Page
+    from hf_slospec.demo.layout import EMBEDDED, INTRO, Page
 
-    report("loading models")
-    generator = demo_generator(options.models)
-    report(
-        f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {generator.drafter}"
-    )
+    with reporting(report, "loading models, and compiling their forwards unless that was done"):
+        generator = demo_generator(options)
+    model = f"{options.models.name}: {size_and_place(generator.generator.model)}"
     try:
-        generator.start()
-        report("measuring the speed of the models")
-        plain_s = plain_tpot_s(generator)
-        personas = {
-            persona.name: (persona, persona.request(plain_s, generator.is_chat))
-            for persona in PERSONAS
-        }
+        with reporting(report, f"{model}; drafts: {generator.drafter}; measuring speeds"):
+            generator.start()
+            requests = measured_requests(generator)
         sessions = DemoSessions(generator, clock)
-        for persona, user_request in personas.values():
+        for persona, user_request in zip(PERSONAS, requests, strict=True):
             sessions.add(persona, user_request)
     except BaseException:
         generator.stop()
         raise
     note = EMBEDDED if options.models.target is None else ""
-    max_slo_ms = min(max(round(1e3 * MAX_SLO_FACTOR * plain_s), 10), MAX_TPOT_SLO_MS)
-    return sessions, Page(sessions, personas, max_slo_ms, note).build()
+    intro = INTRO.format(model=escape(model), drafter=escape(generator.drafter), note=note)
+    max_slo_ms = 2 * max(request.tpot_slo_ms or 5.0 for request in requests)
+    return sessions, Page(sessions, requests[0], min(max_slo_ms, MAX_TPOT_SLO_MS), intro).build()
 
 
-def demo_generator(models: ModelOptions) -> DemoGenerator:
+@contextlib.contextmanager
+def reporting(report: Callable[[str], None], words: str) -> Iterator[None]:
+    """Report what this context does, and every few seconds that it still does it."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        begun_s = clock()
+        while not is_over.wait(REPORT_S):
+            report(f"... for {clock() - begun_s:.0f} s")
+
+    report(words)
+    threading.Thread(target=repeat, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def demo_generator(options: Options) -> DemoGenerator:
     """Load the models, and return a generator with K/V slots for requests of all users."""
     kv_tokens = CONFIG.max_batch * (
         MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width
     )
-    return DemoGenerator(load_generator(models, CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
+    changes = {"kv_tokens": kv_tokens, "compile": options.compile}
+    return DemoGenerator(load_generator(options.models, CONFIG.model_copy(update=changes)))
 
 
-def plain_tpot_s(generator: DemoGenerator) -> float:
-    """Measure the TPOT of plain decoding of a few simultaneous streams.
-
-    The personas' TPOT SLOs are multiples of it. Speculation is off during the measurement.
+def measured_requests(generator: DemoGenerator) -> list[UserRequest]:
+    """Return the requests of all personas, with SLOs that this machine can meet: they are chosen by
+    the TPOTs of the answers, decoded together, with and without drafts.
     """
-    policy = generator.policy
-    generator.set_policy("none")
-    measured = []
-    for _ in range(NUM_REPEATS):
-        handles = [
-            generator.submit(
-                persona.code_prompt, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS
-            )
-            for persona in PERSONAS[:NUM_STREAMS]
-        ]
-        tpots_s = [handle.result().metrics.tpot_s for handle in handles]
-        measured.append(statistics.median(tpot_s for tpot_s in tpots_s if tpot_s is not None))
+    is_chat = generator.is_chat
+    requests = [persona.request(1.0, 1.0, is_chat) for persona in PERSONAS]
+    plain_s = statistics.median(tpots_s(generator, "none", requests, NUM_PLAIN_TOKENS))
+    drafted_s = tpots_s(generator, generator.policy, requests, NUM_DRAFTED_TOKENS)
+    return [
+        persona.request(plain_s, tpot_s, is_chat)
+        for persona, tpot_s in zip(PERSONAS, drafted_s, strict=True)
+    ]
+
+
+def tpots_s(
+    generator: DemoGenerator, policy: str, requests: Sequence[UserRequest], num_tokens: int
+) -> list[float]:
+    """Measure seconds per token of requests that are decoded together with a policy. Each is the
+    smallest of several, which other processes disturbed least.
+    """
+    chosen = generator.policy
     generator.set_policy(policy)
-    return min(measured)  # the repeat that other processes disturbed least
+    tokens = {"min_new_tokens": 2, "max_new_tokens": num_tokens}
+    repeats = []
+    for _ in range(NUM_REPEATS):
+        handles = [generator.submit(request.prompt, **tokens) for request in requests]
+        repeats.append([handle.result().metrics.tpot_s or math.inf for handle in handles])
+    generator.set_policy(chosen)
+    return [min(of_one) for of_one in zip(*repeats, strict=True)]
 
 
 def launch(page: gr.Blocks, options: Options) -> str:

@@ -17,7 +17,6 @@ from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.request.metrics import RequestMetrics
 
 WINDOW_S = 3.0  # seconds over which current speeds are averaged
-HISTORY_S = 30  # seconds for which a card plots the speed
 
 
 class Gain(NamedTuple):
@@ -53,24 +52,14 @@ def tokens_per_s(all_gains: Iterable[Gain], now_s: float, begun_s: float) -> flo
     )
 
 
-def history(all_gains: Iterable[Gain], now_s: float) -> list[float]:
-    """Return tokens per second in each of the last :data:`HISTORY_S` seconds, the oldest first."""
-    counts = [0.0] * HISTORY_S
-    for gain in all_gains:
-        age_s = now_s - gain.at_s
-        if 0 <= age_s < HISTORY_S:
-            counts[HISTORY_S - 1 - int(age_s)] += gain.tokens
-    return counts
-
-
 def shares(nodes: Sequence[int]) -> list[float]:
     """Return each user's share of all verified nodes; zeros if there are none."""
     total = sum(nodes)
     return [number / total if total else 0.0 for number in nodes]
 
 
-Submit = Callable[[UserRequest], RequestHandle]
-State = Literal["waiting", "writing", "finished", "stopped", "failed"]
+Submit = Callable[[UserRequest, int], RequestHandle]  # the number is a seed
+State = Literal["waiting", "writing", "finished", "stopped", "paused", "failed"]
 PAUSE_S = 1.5  # seconds between two requests of a simulated user
 RETRY_S = 5.0  # seconds after which a simulated user asks again if its request was refused
 
@@ -85,9 +74,8 @@ class View:
     metrics: RequestMetrics | None  # the current request's; None: there was no request yet
     tokens_per_s: float  # over the last WINDOW_S seconds
     nodes: int  # nodes verified for the user in the last WINDOW_S seconds
-    history: tuple[float, ...]  # tokens per second in each of the last HISTORY_S seconds
-    num_attained: int  # finished requests that met their speed target
-    num_judged: int  # finished requests with a speed target
+    num_attained: int  # finished requests that met their SLO
+    num_judged: int  # finished requests with an SLO
     error: str | None
     version: int  # changes with user_request
 
@@ -113,10 +101,11 @@ class Stream:
         self._handle: RequestHandle | None = None
         self._past: deque[Gain] = deque()  # steps of the requests before the current one
         self._num_attained = self._num_judged = 0
-        self._is_counted = True
+        self._num_started = 0
         self._ended_s: float | None = None
         self._submit_error: Exception | None = None
         self._is_stopped = False
+        self._is_paused = False
 
     def start(self, submit: Submit, now_s: float) -> None:
         """Cancel the current request and submit the user's request. An error of ``submit`` is
@@ -126,29 +115,36 @@ class Stream:
         self._handle = None
         self._submit_error = None
         self._is_stopped = False
+        self._num_started += 1
         try:
-            self._handle = submit(self.user_request)
+            self._handle = submit(self.user_request, self._num_started)
             self._text = HighlightedText(self.to_text)
         except Exception as error:
             self._submit_error = error
             self._ended_s = now_s
             raise
-        self._is_counted = False
         self._ended_s = None
+
+    def pause(self, now_s: float) -> None:
+        """Stop a stream with requests to come, as one to be started again after a race."""
+        if not self._is_stopped and (self.is_simulated or self.state in ("waiting", "writing")):
+            self.stop(now_s)
+            self._is_paused = True
 
     def stop(self, now_s: float) -> None:
         """Cancel the current request; views still show its text so far."""
+        self._is_paused = False
         if self._handle is not None and not self._is_stopped:  # otherwise _past has its commits
             self._handle.cancel()
             self._past.extend(gains(self._handle.commits))
-        while self._past and self._past[0].at_s < now_s - HISTORY_S:
+        while self._past and self._past[0].at_s < now_s - WINDOW_S:
             self._past.popleft()
         self._is_stopped = True
 
-    def reset_counts(self) -> None:
-        """Set the counts to zero; the next request is the first to be counted again."""
-        self._num_attained = self._num_judged = 0
-        self._is_counted = True
+    def reset(self) -> None:
+        """Forget all counts, past speeds and seeds; the current request's speed stays."""
+        self._num_attained = self._num_judged = self._num_started = 0
+        self._past.clear()
 
     @property
     def state(self) -> State:
@@ -156,7 +152,7 @@ class Stream:
         if self._submit_error is not None:
             return "failed"
         if self._is_stopped or handle is None:
-            return "stopped"
+            return "paused" if self._is_paused else "stopped"
         if handle.finish_reason is None:
             return "writing" if handle.commits else "waiting"
         ended: dict[str, State] = {"error": "failed", "cancelled": "stopped"}
@@ -192,14 +188,13 @@ class Stream:
         ):
             self._ended_s = now_s
             attained = self._handle.metrics.attained
-            if not self._is_counted and self.state == "finished" and attained is not None:
+            if self.state == "finished" and attained is not None:
                 self._num_attained += attained
                 self._num_judged += 1
-            self._is_counted = True
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Finished requests that met their speed target, and those with a speed target."""
+        """Finished requests that met their SLO, and those with an SLO."""
         return self._num_attained, self._num_judged
 
     def view(self, now_s: float) -> View:
@@ -225,7 +220,6 @@ class Stream:
             metrics=None if handle is None else handle.metrics,
             tokens_per_s=tokens_per_s(steps, now_s, begun_s),
             nodes=sum(gain.nodes for gain in recent(steps, now_s)),
-            history=tuple(history(steps, now_s)),
             num_attained=self._num_attained,
             num_judged=self._num_judged,
             error=None if self._error is None else str(self._error) or type(self._error).__name__,

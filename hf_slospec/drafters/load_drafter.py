@@ -37,6 +37,7 @@ from hf_slospec.errors import (
     SLOSpecError,
     UnsupportedModelError,
 )
+from hf_slospec.extras import need
 from hf_slospec.model.loading import (
     check_causal_lm,
     check_tokenizer,
@@ -66,17 +67,16 @@ def drafting_method(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DraftMethod:
-    """Return the drafting method for ``assistant_model`` or ``drafter``; without either, prompt
-    lookup.
+    """Return the drafting method for ``assistant_model`` or ``drafter``, of which at most one is
+    given (see :func:`one_way_to_draft`); without either, prompt lookup.
 
     See :func:`load_drafter` for the tokenizers.
 
     Raises:
-        InvalidInputError: both arguments are given, or no drafter has that name.
+        InvalidInputError: no drafter has that name.
         InvalidTypeError: the argument is of no type that can draft.
         SLOSpecError: as :func:`load_drafter`.
     """
-    _check_one_way(assistant_model, drafter)
     if assistant_model is not None:
         model = check_causal_lm("assistant_model", assistant_model)
         return assistant_method(model, target, tokenizer, assistant_tokenizer)
@@ -90,19 +90,33 @@ def drafting_method(
     )
 
 
-def _check_one_way(assistant_model: Any, drafter: Any) -> None:
-    """Raise InvalidInputError if both a drafter and an assistant model are given."""
+def one_way_to_draft(assistant_model: Any, drafter: Any) -> tuple[Any, Any]:
+    """Return ``assistant_model`` and ``drafter``, at most one of them not None. What is given as
+    assistant model and is no loaded model, such as ``"lookup"``, is returned as drafter.
+
+    Raises:
+        InvalidInputError: both are given.
+    """
     if assistant_model is not None and drafter is not None:
         raise InvalidInputError(
             "assistant_model and drafter are two ways to draft; give one of them"
         )
+    kinds = str, os.PathLike, list, tuple, DraftMethod
+    is_drafter = isinstance(assistant_model, kinds) or _is_users(assistant_model)
+    return (None, assistant_model) if is_drafter else (assistant_model, drafter)
+
+
+def is_named(source: Any) -> bool:
+    """Return whether a source is the name of a drafter or a sum such as ``"lookup+mtp"``."""
+    is_text = isinstance(source, str) and not os.path.isdir(source)
+    return is_text and ("+" in source or source in named_drafters())
 
 
 def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
-    """Check the arguments of :func:`drafting_method` before the target is loaded; raise the same
-    errors.
+    """Check what drafts before the target is loaded; raise the errors of :func:`one_way_to_draft`
+    and :func:`drafting_method`.
     """
-    _check_one_way(assistant_model, drafter)
+    one_way_to_draft(assistant_model, drafter)
     source: Any = drafter
     if source is not None and not _is_users(source):
         check_source(source)
@@ -196,12 +210,17 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
         further: more names of drafters with models, for which no files are looked up.
 
     Raises:
+        MissingExtraError: a part needs an extra that is not installed.
         SLOSpecError: a part before the last one has a model, or the files of one cannot be found.
     """
     parts = parts_of(source)
     _check_order(parts)
+    named = named_drafters()
     for part in parts:
-        if isinstance(part, str) and part not in (*named_drafters(), *further):
+        if isinstance(part, str) and part in named:
+            if (extra := named[part].extra) is not None:
+                need(extra, f"the drafter {part}")
+        elif isinstance(part, str) and part not in further:
             _open(part)
 
 

@@ -31,6 +31,7 @@ class NamedDrafter:
     make: Callable[[Any, PastAnswers | None], DraftMethod]  # (target, past answers) -> method
     # it runs a network, so it must be the last part of a hybrid such as "lookup+mtp"
     has_model: bool = False
+    extra: str | None = None  # extra of this package that it needs
 
 
 @dataclass(frozen=True)

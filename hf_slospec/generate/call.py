@@ -14,7 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
-from hf_slospec.drafters.load_drafter import Drafting, assistant_method, drafting_method
+from hf_slospec.drafters.load_drafter import (
+    Drafting,
+    assistant_method,
+    drafting_method,
+    one_way_to_draft,
+)
 from hf_slospec.drafters.lookup import MAX_NGRAM, LookupMethod
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.engine.events import StepEvent
@@ -112,7 +117,7 @@ class Decoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        assistant_model: PreTrainedModel | None = None,
+        assistant_model: PreTrainedModel | Drafting | None = None,
         *,
         drafter: Drafting | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -135,18 +140,21 @@ class Decoder:
         check_tokenizer(tokenizer)
         check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
         self._tokenizer = tokenizer
+        assistant, self._drafter = one_way_to_draft(assistant_model, drafter)
         self._method = drafting_method(
-            self.model, assistant_model, drafter, tokenizer, assistant_tokenizer
+            self.model, assistant, self._drafter, tokenizer, assistant_tokenizer
         )
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
-        # By kind of method ("assistant", "lookup"): key and speculator of the last call that asked
-        # for such a method.
+        # By kind of method ("assistant", "lookup", "drafter"): key and speculator of the last call
+        # that asked for such a method.
         self._speculators = dict[str, tuple[tuple[Any, ...], Speculator]]()
         self._refusal = ""  # why the target cannot be speculated
         # Set by enable(): the generate that was set on the instance, or None, as a 1-tuple.
         self.replaced: tuple[Any] | None = None
         self.scope = "calls of the generator"  # which calls are speculated
+        # Selects the policy of submitted requests; None: as that of calls.
+        self.batcher_config: SLOSpecConfig | None = None
         self.done = Done()  # of all calls and submitted requests
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
@@ -169,7 +177,11 @@ class Decoder:
         return self._target is not None and self._target.ranks.is_led
 
     def generate(
-        self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None
+        self,
+        slo_tpot: SLOTpot,
+        arguments: dict[str, Any],
+        fallback: bool | None = None,
+        drafter: Drafting | None = None,
     ) -> Any:
         """Return what stock ``generate`` returns for these arguments.
 
@@ -179,6 +191,7 @@ class Decoder:
             slo_tpot: as callers pass it.
             arguments: the arguments of ``generate`` by name.
             fallback: overrides the decoder's setting; None: keep it.
+            drafter: what drafts for this call; None: what the arguments or the decoder name.
         """
         may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
         if self.is_led:
@@ -187,7 +200,7 @@ class Decoder:
                 "submit the prompts, or stop() the batcher first"
             )
         try:
-            speculator = self.speculator_of(arguments)
+            speculator = self.speculator_of(arguments, drafter)
             if generates_in_parts(self.model) or has_own_generate(self.model):
                 return generate_in_parts(speculator, slo_tpot, arguments, self._decode)
             return self._decode(prepare(speculator, slo_tpot, arguments))
@@ -219,11 +232,14 @@ class Decoder:
             self.done += Done.of(request)
         return output
 
-    def speculator_of(self, arguments: dict[str, Any]) -> Speculator:
-        """Return the speculator for the assistant model or prompt lookup that a call asks for, else
-        the decoder's own one.
+    def speculator_of(
+        self, arguments: dict[str, Any], drafter: Drafting | None = None
+    ) -> Speculator:
+        """Return the speculator for the drafter, assistant model or prompt lookup that a call asks
+        for, else the decoder's own one.
 
         Raises:
+            InvalidInputError: the call asks for several ways to draft, or there is no such drafter.
             UnsupportedModelError: other code set a ``generate`` on the model instance, which
                 speculation would bypass; or as :meth:`speculator_for`.
         """
@@ -233,8 +249,15 @@ class Decoder:
                 "by other code, and may decode in its own way; call it without slo_tpot, delete the attribute (del "
                 "model.generate), or pass fallback=True"
             )
-        names = "assistant_model", "tokenizer", "assistant_tokenizer"
-        speculator = self.speculator_for(*map(arguments.get, names))
+        assistant, drafter = one_way_to_draft(arguments.get("assistant_model"), drafter)
+        tokenizers = arguments.get("tokenizer"), arguments.get("assistant_tokenizer")
+        if drafter is not None:
+            if arguments.get("prompt_lookup_num_tokens") is not None:
+                raise InvalidInputError(
+                    "prompt_lookup_num_tokens and drafter are two ways to draft; give one of them"
+                )
+            return self._by_drafter(drafter, *tokenizers)
+        speculator = self.speculator_for(assistant, *tokenizers)
         return self._by_lookup(arguments) or speculator
 
     @property
@@ -285,6 +308,16 @@ class Decoder:
         if self._speculator is None:
             raise UnsupportedModelError(self._refusal)
         return self._speculator
+
+    def _by_drafter(
+        self, drafter: Any, tokenizer: Any = None, assistant_tokenizer: Any = None
+    ) -> Speculator:
+        """Return the speculator for a call's ``drafter``; the last one is cached."""
+        if self._target is None or drafter == self._drafter:
+            return self.speculator
+        known = self._tokenizer if tokenizer is None else tokenizer
+        new_method = partial(drafting_method, self.model, None, drafter, known, assistant_tokenizer)
+        return self._cached("drafter", (drafter, tokenizer, assistant_tokenizer), new_method)
 
     def _by_lookup(self, arguments: dict[str, Any]) -> Speculator | None:
         """Return the speculator for stock's ``prompt_lookup_num_tokens``, which has separate costs;

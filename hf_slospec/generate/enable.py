@@ -7,12 +7,14 @@ arguments keep their meaning.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import logging
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,11 +38,15 @@ POSITIONAL = (
     "stopping_criteria",
     "prefix_allowed_tokens_fn",
 )
+# Arguments of generate that only an enabled model has.
+OURS = ("slo_tpot", "fallback", "drafter")
+# Attributes that enable() and disable() set on a model.
+ATTRIBUTES = ("generate", "generate_batch", "_validate_model_kwargs")
 
 
 def enable(
     model: PreTrainedModel,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: PreTrainedModel | Drafting | None = None,
     *,
     drafter: Drafting | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -55,12 +61,14 @@ def enable(
     Args:
         model: a loaded transformers causal LM or encoder-decoder (Whisper, BART, T5), or a PEFT
             model around one.
-        assistant_model: a smaller causal LM on the same device, which drafts. Without it and
-            without ``drafter``, drafts are looked up in the request's own text (prompt lookup).
+        assistant_model: a smaller causal LM on the same device, which drafts; or what ``drafter``
+            takes. Without both, drafts are looked up in the request's own text (prompt lookup).
         drafter: what drafts instead of an assistant model, see :func:`load_drafter`: ``"lookup"``,
             ``"suffix"``, ``"mtp"``, a folder or Hub repository of a trained head or a smaller
             model, a loaded model, or several of these (``"lookup+mtp"``, or a list); or an object
-            of your own that proposes token trees, see :class:`Drafter`.
+            of your own that proposes token trees, see :class:`Drafter`. ``generate(...,
+            drafter=...)`` overrides this for one call, which then speculates without ``slo_tpot``,
+            too.
         tokenizer: the model's tokenizer. An assistant model with another tokenizer can draft if
             both tokenizers are given.
         assistant_tokenizer: the assistant model's tokenizer, if it differs from ``tokenizer``.
@@ -99,12 +107,18 @@ def enable(
 
     @functools.wraps(of_class)
     def generate(
-        self: Any, *args: Any, slo_tpot: SLOTpot = None, fallback: bool | None = None, **kwargs: Any
+        self: Any,
+        *args: Any,
+        slo_tpot: SLOTpot = None,
+        fallback: bool | None = None,
+        drafter: Drafting | None = None,
+        **kwargs: Any,
     ) -> Any:
         if self is not owner:  # `self` is a deep copy, which copied this method
-            if slo_tpot is not None:
+            if slo_tpot is not None or drafter is not None:
                 raise InvalidInputError(
-                    "slo_tpot was given to a copy of an enabled model; enable the copy itself"
+                    f"{'drafter' if slo_tpot is None else 'slo_tpot'} was given to a copy of an "
+                    "enabled model; enable the copy itself"
                 )
             of_copy = copy.deepcopy(replaced, {id(owner): self}) or types.MethodType(
                 type(self).generate, self
@@ -114,11 +128,12 @@ def enable(
         if (
             not always
             and slo_tpot is None
+            and drafter is None
             and configured("slo_tpot", owner, arguments) is None
             and not decoder.is_led
         ):
             return (replaced or types.MethodType(type(owner).generate, owner))(*args, **kwargs)
-        return decoder.generate(slo_tpot, arguments, fallback)
+        return decoder.generate(slo_tpot, arguments, fallback, drafter)
 
     # TRL calls generate_batch if use_transformers_continuous_batching is set.
     if always and hasattr(owner, "generate_batch"):
@@ -166,9 +181,10 @@ def _generate_of_adapted(
     model: Any, replaced: Any, default_fallback: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a PEFT model's own ``generate``, which hooks every layer and then calls ours; with
-    ``slo_tpot``, ``adapter_names`` is refused or falls back to stock ``generate``.
+    ``slo_tpot`` or ``drafter``, ``adapter_names`` is refused or falls back to stock ``generate``.
     """
-    if kwargs.get("adapter_names") is not None and kwargs.get("slo_tpot") is not None:
+    speculates = any(kwargs.get(name) is not None for name in ("slo_tpot", "drafter"))
+    if kwargs.get("adapter_names") is not None and speculates:
         given = kwargs.pop("fallback", None)
         if not (default_fallback if given is None else given):
             raise UnsupportedOptionError(
@@ -177,7 +193,7 @@ def _generate_of_adapted(
         warnings.warn(
             "stock generate runs instead, for adapter_names", FallbackWarning, stacklevel=2
         )
-        del kwargs["slo_tpot"]
+        kwargs = {name: value for name, value in kwargs.items() if name not in OURS}
     return (replaced or types.MethodType(type(model).generate, model))(*args, **kwargs)
 
 
@@ -202,15 +218,64 @@ def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | Non
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Set the model's ``generate`` to what it was before :func:`enable`; does nothing if it is not
-    enabled.
+    enabled. A later call with ``slo_tpot`` raises InvalidInputError.
     """
-    _restore_generate(model)
+    if decoder_of(model) is not None:
+        _restore_generate(model)
+        owner: Any = check_causal_lm("model", model)
+        owner.__dict__.setdefault(
+            _validate_model_kwargs.__name__, types.MethodType(_validate_model_kwargs, owner)
+        )
     return model
 
 
+@contextlib.contextmanager
+def enabled(
+    model: PreTrainedModel,
+    assistant_model: PreTrainedModel | Drafting | None = None,
+    **options: Any,
+) -> Iterator[PreTrainedModel]:
+    """Let a model speculate within a ``with`` block; afterwards it is enabled as before, or not.
+
+    Args:
+        model, assistant_model, options: the arguments of :func:`enable`.
+
+    Raises:
+        SLOSpecError: as raised by :func:`enable`.
+    """
+    owners = (check_causal_lm("model", model), model)
+    earlier = [{name: owner.__dict__.get(name) for name in ATTRIBUTES} for owner in owners]
+    was_enabled = decoder_of(model) is not None
+    enable(model, assistant_model, **options)
+    try:
+        yield model
+    finally:
+        disable(model)
+        for owner, attributes in zip(owners, earlier, strict=True) if was_enabled else ():
+            for name, value in attributes.items():
+                owner.__dict__.pop(name, None)
+                if value is not None:
+                    owner.__dict__[name] = value
+
+
+def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
+    """Check a disabled model's arguments as stock ``generate`` does, but name :func:`enable` as the
+    way out for ``slo_tpot`` and the like, which stock calls unused.
+    """
+    if given := [name for name in OURS if model_kwargs.get(name) is not None]:
+        raise InvalidInputError(
+            f"{', '.join(given)} needs an enabled model; call hf_slospec.enable(model) first"
+        )
+    type(self)._validate_model_kwargs(self, model_kwargs)
+
+
 def _restore_generate(model: PreTrainedModel) -> None:
+    """Remove what :func:`enable` and :func:`disable` have set on a model."""
+    owner = check_causal_lm("model", model)
+    checks = owner.__dict__.get(_validate_model_kwargs.__name__)
+    if getattr(checks, "__func__", None) is _validate_model_kwargs:
+        del owner.__dict__[_validate_model_kwargs.__name__]
     if decoder_of(model) is not None:
-        owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
         owner.__dict__.pop("generate_batch", None)
         adapted = model.__dict__.pop("generate", None)  # set if it is a PEFT model around the owner
@@ -222,13 +287,9 @@ def _restore_generate(model: PreTrainedModel) -> None:
 def _with_our_arguments(signature: inspect.Signature) -> inspect.Signature:
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in (("slo_tpot", SLOTpot), ("fallback", bool | None))
+        for name, annotation in zip(OURS, (SLOTpot, bool | None, Drafting | None), strict=True)
     ]
-    theirs = [
-        parameter
-        for name, parameter in signature.parameters.items()
-        if name not in ("slo_tpot", "fallback")
-    ]
+    theirs = [parameter for name, parameter in signature.parameters.items() if name not in OURS]
     return signature.replace(
         parameters=sorted([*theirs, *added], key=lambda parameter: parameter.kind)
     )

@@ -83,7 +83,7 @@ def status(model: Any) -> SpeculationStatus:
         model=_described(decoder.model),
         enabled=decoder.scope,
         drafter=speculator.method.kind,
-        policy=config.policy if decoder.make_policy is None else repr(decoder.make_policy),
+        policy=_policy_of(decoder),
         forwards=speculator.forwards,
         attention=speculator.target.packed.backend.__name__,
         exactness=_exactness(config.exact, decoder.model.dtype),
@@ -94,6 +94,13 @@ def status(model: Any) -> SpeculationStatus:
 
 def _described(model: Any) -> str:
     return f"{type(model).__name__}, {size_and_place(model)}"
+
+
+def _policy_of(decoder: Decoder) -> str:
+    own = decoder.make_policy
+    name = decoder.config.policy if own is None else getattr(own, "__name__", repr(own))
+    batcher = decoder.batcher_config
+    return name if batcher is None else f"{name}; {batcher.policy} for submitted requests"
 
 
 def _exactness(exact: str | None, dtype: torch.dtype) -> str:

@@ -16,7 +16,7 @@ def register() -> None:
     from hf_slospec.heads.translated import translated_method
 
     registry.register(
-        registry.NamedDrafter("suffix", lambda target, past: SuffixMethod(past)),
+        registry.NamedDrafter("suffix", lambda target, past: SuffixMethod(past), extra="suffix"),
         registry.NamedDrafter("mtp", lambda target, _: HeadMethod(load_mtp(target)), True),
         *FORMATS,
         registry.AssistantKind("Gemma 4 assistant", gemma4_method),

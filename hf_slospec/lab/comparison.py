@@ -136,7 +136,8 @@ def table(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> Tab
         f"Attainment by metric {metric}; goodput: tokens/s of requests that attained; "
         "nodes: verified per step"
     )
-    result = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
+    caption = "systems but auto: scheduling rules emulated on this engine, not that system's code"
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=0)
     result.add_column("load", no_wrap=True)
     result.add_column("system", overflow="fold", min_width=12)
     for heading in ("attained", "goodput", "tok/s", "TPOT", "TTFT", "tok/step", "nodes"):

@@ -248,4 +248,7 @@ def size_and_place(model: Any) -> str:
     """Return the size, dtype and device of a model as text."""
     dtype = str(model.dtype).removeprefix("torch.")
     size = f"{model.num_parameters() / 1e6:.0f} M parameters"
-    return f"{size}, {dtype}, on {device_name(input_device(model))}"
+    # Models that are refused may have several embedding tables.
+    is_one = hasattr(model.get_input_embeddings(), "weight")
+    device = input_device(model) if is_one else model.device
+    return f"{size}, {dtype}, on {device_name(device)}"

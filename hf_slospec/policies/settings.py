@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SerializeAsAny,
     ValidationInfo,
@@ -15,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from hf_slospec.errors import InputModel
 from hf_slospec.policies.registry import PolicyOptions, policies_with, policy_named
 
 # Upper bound of ``max_depth``, in tree levels: statistics and reserved K/V slots grow with it
@@ -26,12 +25,10 @@ Settings = TypeVar("Settings", bound="PolicySettings")
 Options = TypeVar("Options", bound=PolicyOptions)
 
 
-class PolicySettings(BaseModel):
+class PolicySettings(InputModel):
     """Settings of the policy, inherited by :class:`~hf_slospec.SLOSpecConfig`. Frozen; unknown
     fields are rejected.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: str = Field(
         "auto",
@@ -128,7 +125,7 @@ class PolicySettings(BaseModel):
         values = self.model_dump(
             exclude={"policy_options"} if is_other else None, exclude_unset=True
         )
-        return type(self).model_validate({**values, **update})
+        return type(self)(**{**values, **update})
 
     def options_of(self, kind: type[Options]) -> Options:
         """Return ``policy_options`` if of class ``kind``, else the defaults of ``kind``."""

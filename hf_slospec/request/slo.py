@@ -4,19 +4,23 @@ conversion to stages.
 
 from __future__ import annotations
 
+import logging
 import numbers
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from hf_slospec.errors import InvalidInputError, InvalidTypeError
+from hf_slospec.errors import InputModel, InvalidInputError, InvalidTypeError
+
+logger = logging.getLogger(__name__)
 
 # Takes the tokens so far; returns whether the output, or a stage of it, ends with the last one.
 IsOver = Callable[[list[int]], bool]
 LEAST_SLO_S = 1e-9  # shortest SLO in seconds; division by a shorter one may overflow
+LONG_SLO_S = 5.0  # longer TPOT SLOs were probably meant as milliseconds
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,13 @@ class Stage:
     ttft_slo_s: float | None = None
 
 
-class SLOStage(BaseModel):
+class SLOStage(InputModel):
     """Part of a row's output with its own SLOs; a list of stages is the SLO of one row.
 
     For example, to think fast and answer at reading speed: ``[SLOStage(slo_tpot=0.01,
     until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config that is saved, use dicts
     with these fields.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     slo_tpot: float | None = Field(
         strict=True, description="Seconds per output token; None: no SLO."
@@ -73,7 +75,8 @@ EndsWith = Callable[[str], IsOver]
 
 
 def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list[Stages]:
-    """Return the stages that ``slo_tpot`` describes.
+    """Return the stages that ``slo_tpot`` describes; log a warning if milliseconds were probably
+    meant.
 
     Args:
         slo_tpot: the argument of ``generate`` or ``submit``.
@@ -94,9 +97,15 @@ def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list
             raise InvalidInputError(
                 f"slo_tpot has no values that can be read; pass numbers: {error}"
             ) from error
-    if isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot):
-        return [_parsed(row_slo, ends_with) for row_slo in slo_tpot]
-    return _parsed(slo_tpot, ends_with)
+    is_per_row = isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot)
+    rows = [_parsed(row_slo, ends_with) for row_slo in (slo_tpot if is_per_row else [slo_tpot])]
+    slos_s = [float(stage.tpot_slo_s or 0.0) for stages in rows for stage in stages]
+    if (longest_s := max(slos_s, default=0.0)) > LONG_SLO_S:
+        logger.warning(
+            "slo_tpot=%g means %g seconds per output token; for %g milliseconds, pass %g",
+            *(longest_s, longest_s, longest_s, longest_s / 1e3),
+        )
+    return rows if is_per_row else rows[0]
 
 
 def _is_stages(value: Any) -> bool:
@@ -112,8 +121,11 @@ def _parsed(slo: Any, ends_with: EndsWith | None) -> Stages:
         _check_seconds(slo)
         return (Stage(slo),)
     try:
-        stages = [s if isinstance(s, SLOStage) else SLOStage.model_validate(s) for s in slo]
-    except ValidationError as error:
+        stages = [
+            s if isinstance(s, SLOStage) else SLOStage(**{str(k): v for k, v in s.items()})
+            for s in slo
+        ]
+    except InvalidInputError as error:
         raise InvalidInputError(f"slo_tpot has an invalid stage: {error}") from error
     for stage in stages:
         _check_seconds(stage.slo_tpot)

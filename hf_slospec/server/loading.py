@@ -150,6 +150,7 @@ def load_models(options: ModelOptions) -> Pair:
     Raises:
         InvalidInputError: a model or the drafter cannot be found or loaded, or the number of
             processes is not ``tensor_parallel_size``; the message has the command-line options.
+        MissingExtraError: the drafter needs an extra that is not installed.
     """
     num_parts = options.tensor_parallel_size
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -160,6 +161,8 @@ def load_models(options: ModelOptions) -> Pair:
         )
     try:
         check_drafter(options)
+    except MissingExtraError:
+        raise
     except SLOSpecError as error:
         raise InvalidInputError(f"{options.drafting}: {error}") from error
     device = chosen_device(options.device)

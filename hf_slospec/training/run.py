@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tqdm import tqdm
 from transformers import PreTrainedModel, get_wsd_schedule
 
 from hf_slospec.errors import InvalidInputError
@@ -120,7 +119,12 @@ class TrainingProgress:
 
 
 def train_drafter(
-    options: TrainingOptions, target: PreTrainedModel, tokenizer: Any, write: Write, show: Show
+    options: TrainingOptions,
+    target: PreTrainedModel,
+    tokenizer: Any,
+    write: Write,
+    show: Show,
+    progress: Show = lambda text: None,
 ) -> list[TrainingText] | None:
     """Train a drafter, or resume its training.
 
@@ -130,6 +134,7 @@ def train_drafter(
         tokenizer: the target's tokenizer.
         write: lets the target continue prompts.
         show: prints a line.
+        progress: replaces the line that says what is being done.
 
     Returns:
         The held-out texts if the training is finished; None if ``options.minutes`` have passed.
@@ -157,16 +162,16 @@ def train_drafter(
     def is_wanted(ids: list[int]) -> bool:
         return not is_excluded(tokenizer.decode(ids), excluded)
 
-    with tqdm(total=options.texts, desc="texts", disable=None) as bar:
-        texts = collect(
-            folder / "texts.jsonl",
-            source,
-            write,
-            is_wanted,
-            options,
-            is_late,
-            lambda number: bar.update(number - bar.n),
-        )
+    eta = _Remaining(options.texts)
+    texts = collect(
+        folder / "texts.jsonl",
+        source,
+        write,
+        is_wanted,
+        options,
+        is_late,
+        lambda number: progress(f"{number} of {options.texts} texts{eta(number)}"),
+    )
     if texts is None:
         return None
     held_out, training = texts
@@ -179,9 +184,28 @@ def train_drafter(
         minlength=vocab_size(target),
     )
     head = new_head(options, target, counts)
-    return (
-        held_out if Trainer(options, target, head, training, held_out, show).run(is_late) else None
-    )
+    trainer = Trainer(options, target, head, training, held_out, show, progress)
+    return held_out if trainer.run(is_late) else None
+
+
+class _Remaining:
+    """Estimate of the time until a number of things are done."""
+
+    def __init__(self, total: int):
+        self._total = total
+        self._first: int | None = None
+        self._begun_s = 0.0
+
+    def __call__(self, number: int) -> str:
+        """Return ", about N min more" from the second call with another number on, else ""."""
+        now_s = time.monotonic()
+        if self._first is None:
+            self._first = number
+            self._begun_s = now_s
+        if number <= self._first:
+            return ""
+        minutes = (now_s - self._begun_s) / (number - self._first) * (self._total - number) / 60
+        return f", about {minutes:.0f} min more" if minutes >= 1 else ", less than a minute more"
 
 
 def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> None:
@@ -239,11 +263,13 @@ class Trainer:
         training: Sequence[TrainingText],
         held_out: Sequence[TrainingText],
         show: Show,
+        show_progress: Show = lambda text: None,
     ):
         self.options = options
         self.target = target
         self.head = head
         self.show = show
+        self.show_progress = show_progress
         self.folder = options.out / FOLDER
         self.teacher = Teacher(
             target, head, training, self.folder, options.features_gb, options.levels
@@ -287,27 +313,26 @@ class Trainer:
         if not progress.evaluations:
             self._evaluate()
         begun_s = time.monotonic() - progress.seconds
-        with tqdm(total=options.steps, initial=progress.step, desc="steps", disable=None) as bar:
-            while not self._is_finished:
-                if is_late():
-                    self._save()
-                    return False
-                loss = self._step()
-                progress.step += 1
-                progress.loss = (
-                    SMOOTHING * progress.loss + (1 - SMOOTHING) * loss
-                    if progress.step > 1
-                    else loss
-                )
-                progress.seconds = time.monotonic() - begun_s
-                bar.update()
-                if progress.step % options.eval_every == 0 or progress.step == options.steps:
-                    self._evaluate()
-                    self._save()
-                bar.set_postfix(
-                    loss=f"{progress.loss:.3f}",
-                    tokens_per_step=f"{progress.evaluations[-1]['tokens_per_step']:.2f}",
-                )
+        eta = _Remaining(options.steps)
+        while not self._is_finished:
+            self.show_progress(
+                f"step {progress.step} of at most {options.steps}{eta(progress.step)}, "
+                f"loss {progress.loss:.3f}, "
+                f"{progress.evaluations[-1]['tokens_per_step']:.2f} tokens per step"
+            )
+            if is_late():
+                self._save()
+                return False
+            loss = self._step()
+            progress.step += 1
+            progress.loss = (
+                SMOOTHING * progress.loss + (1 - SMOOTHING) * loss if progress.step > 1 else loss
+            )
+            progress.seconds = time.monotonic() - begun_s
+            if progress.step % options.eval_every == 0 or progress.step == options.steps:
+                self.show_progress(f"evaluating after step {progress.step}")
+                self._evaluate()
+                self._save()
         return True
 
     @property

@@ -13,10 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
+from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecError, SLOSpecGenerator
 from hf_slospec.policies.registry import policy_named
 from hf_slospec.request.state import Progress
 from tests.support.fuzzing import HUGE, fuzzed, mostly, some_of
@@ -179,7 +178,7 @@ def test_any_valid_config_gives_what_stock_gives(
 ) -> None:
     try:
         config = SLOSpecConfig(**fields)
-    except ValidationError:
+    except InvalidInputError:
         return
     target = tiny_model("llama")
     draft = tiny_model("llama", noise=0.03)

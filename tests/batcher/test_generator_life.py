@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import threading
@@ -89,3 +90,52 @@ def test_requests_are_let_go_when_they_are_over(served):
     served.submit(PROMPTS[0], max_new_tokens=3).result(WAIT_S)
     gc.collect()
     assert [ref() for ref in gone] == [None] * 3
+
+
+def test_generators_and_handles_serve_asyncio(pair, served):
+    async def several():
+        served.stop()
+        async with served as same:
+            assert same is served
+            handles = [served.submit(prompt, max_new_tokens=6) for prompt in PROMPTS[:2]]
+            results = await asyncio.gather(*handles)
+            unfinished = served.submit(PROMPTS[0], max_new_tokens=20)
+        return handles, results, unfinished
+
+    handles, results, unfinished = asyncio.run(several())
+    for handle, result, prompt in zip(handles, results, PROMPTS[:2], strict=True):
+        assert result.token_ids == alone(pair, prompt, max_new_tokens=6)
+        assert handle.text == result.text
+    assert unfinished.finish_reason == "length"  # the end of the block waited for it
+    with pytest.raises(NotRunningError):
+        served.submit(PROMPTS[0])
+
+    async def fails():
+        async with served:
+            handles.append(served.submit(PROMPTS[0], max_new_tokens=2000))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(fails())
+    assert handles[-1].finish_reason == "cancelled"
+    served.start()
+
+
+def test_a_closed_generator_says_so(pair):
+    generator = SLOSpecGenerator(*pair)
+    generator.close()  # it need not have run
+    with pytest.raises(NotRunningError, match="was closed"):
+        generator.start()
+    generator = SLOSpecGenerator(*pair)
+    with generator:
+        handle = generator.submit(PROMPTS[0], max_new_tokens=9)
+        generator.close()
+        assert handle.finish_reason == "length"
+        generator.close()
+    for call in (generator.__enter__, generator.start):
+        with pytest.raises(NotRunningError, match="was closed; make a new one"):
+            call()
+    for call in (generator.submit, generator.generate):
+        with pytest.raises(NotRunningError, match="was closed; make a new one"):
+            call(PROMPTS[0])
+    generator.stop()

@@ -10,7 +10,7 @@ import pytest
 
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.engine.events import Commit, PhaseTimes
-from hf_slospec.errors import InvalidInputError, InvalidTypeError
+from hf_slospec.errors import InvalidInputError, InvalidTypeError, RequestCancelledError
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from tests.support.toys.server import WAIT_S, alone
@@ -21,9 +21,22 @@ def test_results_streams_and_awaits_agree(server):
     for handle, new in zip(handles, (1, 7, 30), strict=True):
         result = handle.result(WAIT_S)
         assert result.token_ids == list(handle.tokens()) == handle.token_ids == alone(new)
-        assert result.text == "".join(handle) == "".join(map(str, alone(new)))
+        assert result.text == "".join(handle) == "".join(map(str, alone(new))) == handle.text
         assert (result.finish_reason, handle.done(), result.metrics.tokens) == ("length", True, new)
     assert {request.index for request in server.books.ended} == {1, 2, 3}
+
+
+def test_a_handle_is_awaited_for_its_result_or_its_error(server):
+    async def awaited(handle):
+        return await handle
+
+    assert asyncio.run(awaited(server.submit(7))).token_ids == alone(7)
+    server.toy.gate.clear()
+    handle = server.submit(7)
+    handle.cancel()
+    server.toy.gate.set()
+    with pytest.raises(RequestCancelledError):
+        asyncio.run(awaited(handle))
 
 
 def test_timeouts_are_numbers_of_seconds(server):
@@ -63,13 +76,18 @@ def test_a_handle_says_which_tokens_the_draft_had_proposed(server):
     assert sum(commit.num_nodes - 1 for commit in commits) == handle.metrics.drafted
 
 
-def test_unpublished_tokens_have_no_origin():
+def test_unpublished_tokens_have_no_origin_and_no_text():
     request = Request(0, RequestParams([0, 1, 2], 10))
-    handle = RequestHandle(request, None, lambda handle, error: None, None)
+    texts = {(): "", (1,): "caf\ufffd", (1, 2): "café"}
+    handle = RequestHandle(
+        request, lambda tokens: texts[tuple(tokens)], lambda handle, error: None, None
+    )
     request.emit(1)
     request.record_step(0, 0, 1.0, PhaseTimes(), 1.0)
     assert handle.from_draft == handle.commits == handle.token_ids == []
+    assert handle.text == ""
     handle.advance()
+    assert handle.text == "caf"  # the rest of the character is to come
     assert handle.from_draft == [False]
     assert handle.commits == [Commit(1, 1.0, 1, 0)]
 

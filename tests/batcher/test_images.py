@@ -14,7 +14,7 @@ from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
 from tests.server.conftest import serving
-from tests.support.served_pair import WAIT_S
+from tests.support.served_pair import WAIT_S, Holds
 from tests.support.toys.tiny_image_models import (
     IMAGE,
     PATCH,
@@ -132,12 +132,13 @@ def test_preempted_requests_are_processed_again_with_their_images(generator):
     prompts = [prompts_with_images(tiny_image_model(NAME), seed, (1,)) for seed in range(4)]
     expected = [alone(inputs, max_new_tokens=60, eos_token_id=None) for inputs in prompts]
     options = dict(max_new_tokens=60, eos_token_id=None)
-    spare = [submitted(generator, inputs, **options) for inputs in prompts[:2]]
-    for handle in spare:
-        next(handle.tokens())
-    urgent = [
-        submitted(generator, p, **options, slo_tpot=10.0, slo_ttft=100.0) for p in prompts[2:]
-    ]
+    spare = [submitted(generator, prompts[0], **options)]
+    with Holds() as holds:
+        spare.append(submitted(generator, prompts[1], **options, stopping_criteria=[holds]))
+        assert holds.is_reached.wait(WAIT_S)
+        urgent = [
+            submitted(generator, p, **options, slo_tpot=10.0, slo_ttft=100.0) for p in prompts[2:]
+        ]
     assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
     assert sum(handle.metrics.preempted for handle in spare) > 0
     assert all(handle.request.params.prefill is None for handle in spare), (

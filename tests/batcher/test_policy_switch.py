@@ -6,10 +6,12 @@ import pytest
 
 from hf_slospec import (
     InvalidInputError,
+    InvalidTypeError,
     SLOSpecConfig,
     SLOSpecGenerator,
 )
 from tests.support.breadth import quick_or
+from tests.support.policy_names import POLICIES
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 
 SWITCHED = [
@@ -48,3 +50,19 @@ def test_a_policy_stays_set_over_stop_and_start_and_must_fit(pair):
         assert generator.submit(PROMPTS[0], max_new_tokens=9).result(WAIT_S).metrics.drafted > 0
         with pytest.raises(InvalidInputError, match="room"):
             generator.set_policy(SLOSpecConfig(max_depth=100))
+
+
+def test_policies_are_set_by_name_with_the_limits_of_the_generator(pair):
+    with SLOSpecGenerator(*pair, CONFIG.model_copy(update={"token_budget": 30})) as generator:
+        handle = generator.submit(PROMPTS[0], max_new_tokens=20 * len(POLICIES))
+        stream = handle.tokens()
+        for name in POLICIES:
+            generator.set_policy(name)
+            next(stream)
+            policy = generator.decoder.batcher_config
+            assert (policy.policy, policy.token_budget) == (name, 30)
+        with pytest.raises(InvalidInputError, match="no policy 'nothing'; choose among 'auto'"):
+            generator.set_policy("nothing")
+        with pytest.raises(InvalidTypeError, match="name of a policy, got NoneType"):
+            generator.set_policy(None)
+        handle.cancel()

@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, __version__, load_tiny_pair, tiny_prompts
 from hf_slospec.batcher.handle import RequestHandle
-from hf_slospec.cli import benchmark
+from hf_slospec.cli import benchmark, profiling
 from hf_slospec.cli.app import app
+from hf_slospec.cli.commands import generate
 from hf_slospec.model.measure import CURVE, HELD_OUT
+from hf_slospec.server import loading
 from hf_slospec.tiny.embedded import FOLDER
 from tests.support.breadth import nightly_but
 
@@ -37,8 +39,13 @@ def test_bench_writes_table_and_json(tmp_path):
     names = [(row["batch"], row["name"]) for row in written["results"]]
     assert names == [
         (1, "generate"), (1, "assisted, defaults"), (1, "prompt lookup, 10"),
-        (1, "hf_slospec"), (2, "generate"), (2, "hf_slospec"),
+        (1, "hf_slospec, no drafts"), (1, "hf_slospec"),
+        (2, "generate"), (2, "hf_slospec, no drafts"), (2, "hf_slospec"),
     ]  # fmt: skip
+    gains = [row["gain"] for row in written["results"] if row["name"] == "hf_slospec"]
+    assert [gain["batch"] for gain in gains] == [1, 2]
+    for gain in gains:
+        assert f"batch {gain['batch']}: {gain['total']:.2f}x" in result.stdout
     for row in written["results"]:
         assert row["rows_equal_to_generate"] == f"{row['batch']}/{row['batch']}"
 
@@ -52,6 +59,14 @@ def test_bench_waits_for_the_compiler(monkeypatch):
     for config in (None, SLOSpecConfig(compile=False)):
         bench.ours(config)
     assert seen == ["wait", False]
+
+
+def test_profile_draws_a_target_alone(tmp_path):
+    plot = tmp_path / "curve.png"
+    measured = [{"tokens": tokens, "requests": 1, "keys_each": 128, "ms": 1.0} for tokens in (1, 4)]
+    record = {"measured": measured, "fit": {"tokens": [1, 4], "ms": [1.0, 1.0]}}
+    profiling.draw({"target": record}, plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_of_a_drafter_without_a_draft_model(tmp_path):
@@ -100,6 +115,7 @@ def test_profile_measures_fits_and_draws_what_drafts(tmp_path):
         ("simulate --plot out.png", "matplotlib", "plot"),
         ("bench --drafter suffix --size tiny", "arctic_inference", "suffix"),
         ("generate x --drafter suffix", "arctic_inference", "suffix"),
+        ("chat --drafter suffix+lookup", "arctic_inference", "suffix"),
         ("serve", "uvicorn", "serve"),
         ("serve --replicas 1", "ray", "ray"),
         ("demo", "gradio", "demo"),
@@ -108,6 +124,7 @@ def test_profile_measures_fits_and_draws_what_drafts(tmp_path):
 def test_a_missing_extra_is_named_in_one_line(options, module, extra, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "load_tiny_pair", None)  # fails before models are loaded
     result = CliRunner(env={"COLUMNS": "40"}).invoke(app, options.split())
     assert result.exit_code == 1
     (line,) = result.output.strip().splitlines()
@@ -121,7 +138,7 @@ def test_version_and_help():
 
 @pytest.mark.parametrize(
     "command",
-    ["generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter"],
+    ["generate", "chat", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter"],
 )
 def test_help_teaches_by_example(command):
     output = RUN.invoke(app, [command, "--help"]).output
@@ -197,6 +214,21 @@ def test_generate_drafts_as_it_is_told(drafter):
     result = RUN.invoke(app, ["generate", TEXT, "--drafter", drafter, *FAST])
     assert result.exit_code == 0, result.output
     assert result.stdout == stock(TEXT) + "\n"
+
+
+def test_generate_compares_with_stock():
+    options = ["--temperature", "0.8", "--seed", "3", *EAGER]
+    result = RUN.invoke(app, ["generate", TEXT, "--compare", *options, *FAST])
+    assert result.exit_code == 0, result.output
+    assert "batch 1: " in result.stderr and "x the speed of stock generate" in result.stderr
+    assert "batch 1" not in result.stdout
+
+
+def test_generate_has_a_prompt_for_the_embedded_target(monkeypatch):
+    terminal = type("Terminal", (), {"isatty": lambda self: True})()
+    monkeypatch.setattr(generate, "sys", type("Sys", (), {"stdin": terminal}))
+    result = RUN.invoke(app, ["generate", *FAST])
+    assert result.stdout == generate.EMBEDDED_PROMPT + stock(generate.EMBEDDED_PROMPT) + "\n"
 
 
 def test_generate_reads_a_pipe_or_a_file(tmp_path):

@@ -90,7 +90,7 @@ REFUSED = [
     ("serve --metrics-prefix 'no name'", "--metrics-prefix: String"),
     ("serve --request-limits '{\"prompts\": 0}'", "--request-limits: prompts"),
     ("serve --request-limits '{\"prompt\": 3}'", "--request-limits: prompt"),
-    ("serve --api-key-file keys.json", "--api-key-file keys.json: key: strictest_tpot: Input"),
+    ("serve --api-key-file keys.json", "--api-key-file keys.json: key.strictest_tpot: Input"),
     ("serve --api-key ''", "--api-key: a key is empty"),
     ("serve --port 0", "--port: Input"),
     ("serve --guarantee 95", "--guarantee: guarantee: Input"),

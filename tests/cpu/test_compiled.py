@@ -110,6 +110,7 @@ def test_lora_is_compiled_as_it_is_at_first(model):
     assert generated(ours.generate) == generated(adapted.generate) != expected
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_lora_of_other_kinds_is_not_compiled(model):
     peft = pytest.importorskip("peft")
@@ -119,6 +120,7 @@ def test_lora_of_other_kinds_is_not_compiled(model):
     assert "modules were changed" in ours.stats().forwards["target"]
 
 
+@pytest.mark.nightly
 def test_hidden_states_for_a_drafter(model):
     packed = packed_model(model, compile="wait")
     outputs = []

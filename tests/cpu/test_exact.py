@@ -26,7 +26,7 @@ SAMPLED: dict[str, Any] = dict(
 BF16_FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2", "phi3", "qwen3"]
 DRAFTING: dict[str, Any] = dict(policy="fixed", max_depth=4, max_width=3, check_invariants=True)
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-COMPILE = [False, pytest.param("wait", marks=NEEDS_COMPILER)]
+COMPILE = [False, pytest.param("wait", marks=[NEEDS_COMPILER, pytest.mark.nightly])]
 
 
 @pytest.fixture(scope="module")

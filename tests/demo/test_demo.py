@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -9,23 +10,21 @@ from typer.testing import CliRunner
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
-from hf_slospec.demo import cards, layout, serve
+from hf_slospec.demo import cards, race, serve
 from hf_slospec.demo.generator import POLICIES, DemoGenerator, HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
+from hf_slospec.demo.race import Lane, LaneStep, Race
 from hf_slospec.demo.serve import password_check
 from hf_slospec.demo.sessions import (
     CONFIG,
-    MAX_SIMULATED,
     MAX_VISITORS,
     VISITOR_TIMEOUT_S,
     DemoSessions,
 )
 from hf_slospec.demo.stream import (
-    HISTORY_S,
     PAUSE_S,
     Gain,
     gains,
-    history,
     shares,
     tokens_per_s,
 )
@@ -35,6 +34,7 @@ from hf_slospec.generate.speculator import clock
 from hf_slospec.policies import max_nodes_per_request
 
 WAIT_S = 60.0
+PROMPT = "def f(x):\n"
 SHORT = UserRequest(prompt="def f(x):\n", tpot_slo_ms=50, max_new_tokens=12)
 LONG = UserRequest(prompt="def f(x):\n", tpot_slo_ms=50, max_new_tokens=MAX_NEW_TOKENS)
 
@@ -63,9 +63,8 @@ def sessions(generator):
     yield made
     for visitor in list(made._visitors):
         made.leave(visitor)
-    for place, view in enumerate(made.refresh("test").simulated):
-        if view is not None:
-            made.remove(place)
+    for place in range(len(made._simulated)):
+        made.stop(place)
     generator.set_policy(POLICIES["auto"])
 
 
@@ -78,9 +77,13 @@ def until(sessions, is_reached, visitor="a"):
 
 
 def at(scene, place):
-    view = scene.simulated[place]
-    assert view is not None
-    return view
+    return scene.simulated[place]
+
+
+def add(sessions, persona, request):
+    """Add a simulated user, and return its place."""
+    sessions.add(persona, request)
+    return len(sessions._simulated) - 1
 
 
 class TestUserRequest:
@@ -114,13 +117,20 @@ class TestUserRequest:
             top_p=0.9,
         )
 
-    def test_simulated_users_differ_in_their_targets(self):
-        requests = [
-            persona.request(0.1, is_chat) for is_chat in (True, False) for persona in PERSONAS
-        ]
-        assert [request.tpot_slo_ms for request in requests[:4]] == [90, 150, 300, None]
-        assert len({request.prompt for request in requests}) == len(requests)
-        assert PERSONAS[0].request(1e-9, True).tpot_slo_ms == 1
+    @pytest.mark.parametrize(
+        ("plain_s", "drafted_s", "slos_ms"),
+        [
+            (0.1, 0.025, [50, 150, 300, None]),  # the first is met with drafts only
+            (0.1, 0.1, [115, 150, 300, None]),  # drafts gain nothing
+            (0.1, 0.2, [230, 150, 300, None]),  # drafts cost time
+            (1e-9, 1e-9, [1, 1, 1, None]),
+        ],
+    )
+    def test_slos_are_chosen_by_measured_speeds(self, plain_s, drafted_s, slos_ms):
+        for is_chat in (True, False):
+            requests = [persona.request(plain_s, drafted_s, is_chat) for persona in PERSONAS]
+            assert [request.tpot_slo_ms for request in requests] == slos_ms
+            assert len({request.prompt for request in requests}) == len(requests)
 
 
 class TestRates:
@@ -136,13 +146,6 @@ class TestRates:
         assert tokens_per_s(own, 12.5, 10.5) == pytest.approx(4 / 2)
         assert tokens_per_s(own, 14.5, 0.0) == pytest.approx(1 / 3)
         assert tokens_per_s(own, 99.0, 0.0) == tokens_per_s([], 5.0, 5.0) == 0.0
-
-    def test_history_counts_by_seconds(self):
-        seen = history(gains(self.COMMITS), 13.0)
-        assert len(seen) == HISTORY_S
-        assert seen[-3:] == [3.0, 0.0, 1.0] or seen[-3:] == [0.0, 3.0, 1.0]
-        assert sum(seen) == 4
-        assert sum(history(gains(self.COMMITS), 13.0 + HISTORY_S)) == 0
 
     def test_shares_sum_to_one_or_are_none(self):
         assert shares([3, 1]) == [0.75, 0.25]
@@ -172,7 +175,7 @@ class TestHighlight:
 
 class TestDemoSessions:
     def test_a_simulated_user_writes_pauses_and_asks_again_while_a_page_refreshes(self, sessions):
-        place = sessions.add(PERSONAS[0], SHORT)
+        place = add(sessions, PERSONAS[0], SHORT)
         scene = until(sessions, lambda scene: at(scene, place).state == "finished")
         view = at(scene, place)
         assert view.num_judged == 1
@@ -183,8 +186,8 @@ class TestDemoSessions:
         sessions.clock.ahead_s += PAUSE_S
         until(sessions, lambda scene: at(scene, place).num_judged == 2)
 
-    def test_stop_change_and_remove(self, sessions):
-        places = [sessions.add(persona, LONG) for persona in PERSONAS[:3]]
+    def test_stop_and_change(self, sessions):
+        places = [add(sessions, persona, LONG) for persona in PERSONAS[:3]]
         before = until(sessions, lambda scene: all(at(scene, place).pieces for place in places))
         sessions.stop(places[1])
         scene = until(sessions, lambda scene: at(scene, places[1]).state == "stopped")
@@ -194,18 +197,8 @@ class TestDemoSessions:
         assert at(scene, places[1]).user_request is SHORT
         assert at(scene, places[1]).version != at(before, places[1]).version
         assert at(scene, places[0]).version == at(before, places[0]).version
-        sessions.remove(places[1])
-        assert sessions.refresh("a").simulated[places[1]] is None
-        assert sessions.refresh("a").counts[1] >= 1  # what it got still counts
-        with pytest.raises(InvalidInputError, match="removed"):
-            sessions.stop(places[1])
-        assert sessions.add(PERSONAS[3], SHORT) == places[1]
 
-    def test_places_and_visitors_are_limited(self, sessions):
-        for _ in range(MAX_SIMULATED):
-            sessions.add(PERSONAS[0], LONG)
-        with pytest.raises(InvalidInputError, match="room"):
-            sessions.add(PERSONAS[0], LONG)
+    def test_visitors_are_limited(self, sessions):
         for number in range(MAX_VISITORS):
             sessions.ask(str(number), LONG)
         with pytest.raises(InvalidInputError, match="visitors"):
@@ -221,14 +214,15 @@ class TestDemoSessions:
             lambda scene: scene.visitor and scene.visitor.pieces and scene.other_visitors[0].pieces,
         )
         assert scene.visitor.user_request is LONG
-        _, own, others = cards.cards(scene)
-        assert 'class="text"' in own and 'class="text"' not in others
-        assert "def f(x):" in own and "def f(x):" not in others
+        _, own = cards.cards(scene)
+        assert "def f(x):" in own
+        assert cards.cards(sessions.refresh("b"))[1] != own
+        assert scene.other_visitors[0].name == "Visitor 2"
+        assert "def f(x):" not in cards.headline(scene)
         assert scene.views[-2:] == [
             scene.visitor,
             *scene.other_visitors,
         ]  # behind those who were there before
-        assert "Visitor 2" in others
         sessions.ask("a", SHORT)  # replaces the one before
         assert len(sessions.refresh("b").other_visitors) == 1
         sessions.leave("b")
@@ -241,18 +235,40 @@ class TestDemoSessions:
         sessions.clock.ahead_s += VISITOR_TIMEOUT_S + 1
         assert not sessions.refresh("a").other_visitors
 
-    def test_the_policy_changes_under_running_streams(self, sessions):
-        place = sessions.add(PERSONAS[0], LONG)
-        until(sessions, lambda scene: at(scene, place).pieces)
-        for name in POLICIES:
+    def test_a_change_of_the_policy_starts_answers_and_counts_again(self, sessions):
+        long, short, stopped = (add(sessions, PERSONAS[0], each) for each in (LONG, SHORT, LONG))
+        sessions.ask("a", SHORT)
+        scene = until(
+            sessions,
+            lambda scene: scene.counts[1] == 2 and at(scene, long).pieces,
+        )
+        sessions.stop(stopped)
+        handles = [stream._handle for stream in sessions._streams()]
+        for name in ("none", "adaserve"):
             sessions.set_policy(name)
             scene = sessions.refresh("a")
             assert scene.policy == name
             assert scene.counts == (0, 0)
-            before = at(scene, place)
-            assert before.state in ("writing", "finished")
+            assert at(scene, stopped).state == "stopped"
+            assert {at(scene, short).state, scene.visitor.state} <= {"waiting", "writing"}
+            assert at(scene, long).tokens_per_s == at(scene, long).nodes == 0
+            until(sessions, lambda scene: scene.counts[1] == 2)
+        again = [stream._handle for stream in sessions._streams()]
+        assert [old is new for old, new in zip(handles, again, strict=True)] == [
+            False, False, True, False,
+        ]  # fmt: skip
         with pytest.raises(InvalidInputError, match="policy"):
             sessions.set_policy("best")
+
+    def test_users_write_the_same_texts_with_each_policy(self, sessions):
+        sampled = SHORT.model_copy(update={"temperature": 1.0})
+        place = add(sessions, PERSONAS[0], sampled)
+        texts = []
+        for name in ("none", "fixed"):
+            sessions.set_policy(name)
+            until(sessions, lambda scene: at(scene, place).state == "finished")
+            texts.append(sessions._simulated[place]._handle.token_ids)
+        assert texts[0] == texts[1]
 
     def test_policies_fit_into_the_generator(self):
         assert max(map(max_nodes_per_request, POLICIES.values())) <= max_nodes_per_request(CONFIG)
@@ -268,7 +284,7 @@ class TestDemoSessions:
         until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
 
     def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(self, sessions):
-        place = sessions.add(PERSONAS[0], LONG)
+        place = add(sessions, PERSONAS[0], LONG)
         until(sessions, lambda scene: at(scene, place).pieces)
         engine = sessions.generator.generator._service._engine()
         engine.target.verify = _fails
@@ -309,9 +325,9 @@ class TestCards:
             sessions, lambda scene: all(at(scene, place).state == "finished" for place in range(3))
         )
         met, missed, unjudged = cards.cards(scene)[0][:3]
-        assert "✓ speed target met" in met
-        assert "✗ speed target missed" in missed
-        assert "no speed target" in unjudged
+        assert "✓ SLO met" in met
+        assert "✗ SLO missed" in missed
+        assert "no SLO" in unjudged
         assert cards.full_scale(scene.views) >= max(
             cards.speed_of(view) or 0 for view in scene.views
         )
@@ -331,11 +347,99 @@ class TestCards:
         assert "nothing is being decoded" in cards.headline(sessions.refresh("a"))
 
 
-def test_what_drafts_is_called_by_its_kind():
-    target, _, tokenizer = load_tiny_pair()
-    assert DemoGenerator(SLOSpecGenerator(target, tokenizer=tokenizer)).drafter == "prompt lookup"
-    assert "draft model" not in layout.INTRO + layout.LEGEND
-    assert "A drafter (prompt lookup) proposes" in layout.INTRO.format(drafter=" (prompt lookup)")
+class TestRace:
+    def test_three_lanes_decode_the_same_tokens_while_users_pause(self, sessions, monkeypatch):
+        monkeypatch.setattr(race, "NUM_TOKENS", 24)
+        place, stopped = (add(sessions, PERSONAS[0], LONG) for _ in range(2))
+        sessions.stop(stopped)
+        sessions.ask("b", SHORT)
+        until(sessions, lambda scene: scene.other_visitors[0].state == "finished")
+        racing = threading.Thread(target=sessions.race, args=("a", PROMPT))
+        racing.start()
+        scene = until(sessions, lambda scene: scene.race is not None and scene.race.lanes)
+        if not scene.race.is_done:
+            assert at(scene, place).state == "paused"
+            for refused in (
+                lambda: sessions.race("b", PROMPT),
+                lambda: sessions.ask("b", SHORT),
+                lambda: sessions.set_policy("none"),
+                lambda: sessions.change(place, SHORT),
+            ):
+                with pytest.raises(InvalidInputError, match="race"):
+                    refused()
+        racing.join(WAIT_S)
+        scene = sessions.refresh("a")
+        stock, plain, drafted = scene.race.lanes
+        assert scene.race.is_done and sessions.refresh("b").race is None
+        assert len(stock.tokens) == 24 == scene.race.num_same
+        assert stock.tokens_per_step == plain.tokens_per_step == 1.0
+        assert drafted.tokens_per_step >= 1.0
+        assert all(lane.tpot_s > 0 for lane in scene.race.lanes)
+        assert at(scene, place).state in ("waiting", "writing")
+        assert at(scene, stopped).state == "stopped"
+        assert scene.other_visitors[0].state == "finished"
+        assert scene.policy == sessions.generator.policy == "auto"
+        assert sessions.generator.generator.decoder.batcher_config.policy == "auto"
+
+    def test_a_refused_prompt_ends_the_race(self, sessions):
+        place = add(sessions, PERSONAS[0], LONG)
+        with pytest.raises(InvalidInputError, match="limit"):
+            sessions.race("a", "é☃" * MAX_PROMPT_CHARS)
+        scene = sessions.refresh("a")
+        assert scene.race is None
+        assert at(scene, place).state in ("waiting", "writing")
+
+    def test_the_result_divides_the_gain_into_steps_and_drafts(self):
+        tokens = list(range(9))
+        lanes = [
+            lane([LaneStep(0.5 + 0.1 * i, [token], 0) for i, token in enumerate(tokens)]),
+            lane([LaneStep(0.2 + 0.05 * i, [token], 0) for i, token in enumerate(tokens)]),
+            lane(
+                [
+                    LaneStep(0.2 + 0.1 * i, part, 3)
+                    for i, part in enumerate(([0], tokens[1:5], tokens[5:]))
+                ]
+            ),
+        ]
+        shown = Race("x", lanes, "auto", "compiled", is_done=True)
+        said = cards.result(shown)
+        assert "4.0 times the speed of stock generate" in said
+        assert "100.0 → 25.0 ms per token" in said
+        assert "2.0x</b> by faster steps (forwards compiled)" in said
+        assert "2.0x</b> by drafts (auto: 4.0 tokens per step)" in said
+        assert "the same 9 tokens" in said
+        lanes[2] = lane([LaneStep(0.2, [0], 0), LaneStep(0.3, [1, 7], 1)])
+        assert "The first 2 tokens are the same" in cards.result(shown)
+        lanes[2] = lane([LaneStep(0.2, [0], 0)])
+        assert "a single token" in cards.result(shown)
+
+    def test_a_race_is_played_back_when_it_is_done(self):
+        steps = [LaneStep(0.25, [60], 0), LaneStep(1.5, [97, 98, 62], 2)]
+        shown = Race("x", [lane(steps)] * 3)
+        text = cards.race_html(shown, text_of)
+        assert "Lane 3 of 3" in text and "replay" not in text and "times" not in text
+        shown.is_done = True
+        text = cards.race_html(shown, text_of)
+        assert text.count('style="--t:0.250s;--n:1">&lt;</span>') == 3
+        assert '--t:1.500s;--n:3"><span class="d">ab</span>&gt;</span>' in text
+        assert text.count("replay") == 3 and "--end:1.500s" in text
+
+
+def lane(steps):
+    return Lane(lambda: steps)
+
+
+def text_of(tokens):
+    return bytes(tokens).decode()
+
+
+def test_what_takes_long_is_reported_again(monkeypatch):
+    monkeypatch.setattr(serve, "REPORT_S", 0.01)
+    said = []
+    with serve.reporting(said.append, "compiling"):
+        while len(said) < 3:
+            time.sleep(0.01)
+    assert said[0] == "compiling" and said[1].startswith("... for 0 s")
 
 
 def test_only_the_password_opens():

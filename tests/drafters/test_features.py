@@ -14,6 +14,7 @@ from hf_slospec import (
     TokenTree,
     UnsupportedModelError,
 )
+from tests.support.served_pair import WAIT_S, Holds
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 LAYERS = (0, 2, 1)
@@ -99,14 +100,13 @@ def test_features_of_chunked_prompts_and_of_preempted_requests():
     config = SLOSpecConfig(max_depth=2, max_width=2, max_batch=2, kept_tokens=0, prefill_chunk=16)
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
     with SLOSpecGenerator(model, drafter=reader, config=config) as generator:
-        spare = [
-            generator.submit(prompt, max_new_tokens=100, min_new_tokens=100)
-            for prompt in prompts[:2]
-        ]
-        for handle in spare:
-            next(handle.tokens())
-        urgent = generator.submit(prompts[2], max_new_tokens=30, slo_tpot=10.0, slo_ttft=100.0)
-        results = [handle.result(timeout=120) for handle in (*spare, urgent)]
+        options = dict(max_new_tokens=100, min_new_tokens=100)
+        spare = [generator.submit(prompts[0], **options)]
+        with Holds() as holds:
+            spare.append(generator.submit(prompts[1], **options, stopping_criteria=[holds]))
+            assert holds.is_reached.wait(WAIT_S)
+            urgent = generator.submit(prompts[2], max_new_tokens=30, slo_tpot=10.0, slo_ttft=100.0)
+        results = [handle.result(WAIT_S) for handle in (*spare, urgent)]
     assert sum(result.metrics.preempted for result in results) > 0
     for request in reader.features:
         found = reader.of(request)

@@ -107,7 +107,6 @@ llama  3  eager  fair  greedy  custom_generate
 
 llama  3  compiled  fair  greedy+no-dict|sampled+no-dict  generator
 llama                3      compiled       lookup                 greedy                submit
-llama-deep           3      compiled       eagle3                 sampled               generator
 llama                3      prepacked      fair                   sampled               generator
 mixtral|gpt2         3      prepacked      fair                   greedy                submit
 llama-bf16           4      exact-bits     fair                   greedy                preempted
@@ -201,6 +200,7 @@ llama-deep           1      eager          eagle3                 greedy        
 """
 # Rows with the same answers by other ways, and further models, inputs and options.
 NIGHTLY = """
+llama-deep           3      compiled       eagle3                 sampled               generator
 qwen2|qwen2-window|mistral|phi3|gpt-neox|opt  3  eager            fair     sampled      generator
 llama|mistral-window|gpt2|gemma3  1|3|8  eager|4d-mask            fair     greedy       generator
 mistral-window       3      roots|chain|wide|auto|sequoia         fair     greedy|sampled  generator

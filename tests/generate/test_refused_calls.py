@@ -120,7 +120,8 @@ OPTIONS = [
 MODELS = [
     *((enabled(model=bad), InvalidTypeError, "^model must be") for bad in (7, "gpt2", torch.nn.Linear(2, 2))),
     *((lambda bad=bad: SLOSpecGenerator(LLAMA, bad), InvalidTypeError, "^assistant_model must be")
-      for bad in (7, "gpt2", torch.nn.Linear(2, 2))),
+      for bad in (7, torch.nn.Linear(2, 2))),
+    (lambda: SLOSpecGenerator(LLAMA, "gpt2"), InvalidInputError, "^gpt2 is neither .* drafters known by name are"),
     *((enabled(**{name: "no"}), InvalidTypeError, f"^{name} must be True or False, got 'no'")
       for name in ("always", "fallback")),
     (lambda: SLOSpecGenerator(LLAMA, fallback=None), InvalidTypeError, "^fallback must be"),

@@ -64,9 +64,9 @@ def test_parsed_slos(slo, expected):
         ([SLOStage(slo_tpot=-1.0)], "positive"),
         ([0.1, [{"slo_tpot": math.nan}]], "positive"),
         ([ANSWER, THINK], "without an end"),
-        ([{"until": "x"}], "slo_tpot\n.*Field required"),
-        ([{"slo_tpot": 0.1, "til": "x"}], "til\n.*Extra inputs"),
-        ([{"slo_tpot": 0.1, "tokens": 0}], "tokens\n.*greater than or equal to 1"),
+        ([{"until": "x"}], "slo_tpot: Field required"),
+        ([{"slo_tpot": 0.1, "til": "x"}], "til: Extra inputs"),
+        ([{"slo_tpot": 0.1, "tokens": 0}], "tokens: .*greater than or equal to 1"),
         ([{"slo_tpot": 0.1, "tokens": 3, "until": "x"}], "not by both"),
     ],
 )

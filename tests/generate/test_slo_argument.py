@@ -80,3 +80,24 @@ def test_stages_from_a_saved_generation_config(pair, tmp_path):
     config = GenerationConfig.from_pretrained(tmp_path)
     out = generator.generate(**inputs, generation_config=config)
     assert list(dict.fromkeys(stages_by_token(out, 0))) == [1e-6, 50.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("slo_tpot", "longest"),
+    [
+        (5.0, None),
+        (50, "slo_tpot=50 means 50 seconds per output token; for 50 milliseconds, pass 0.05"),
+        ([0.02, 20.0], "for 20 milliseconds, pass 0.02"),
+        ([[{"slo_tpot": 30.0, "tokens": 2}, {"slo_tpot": 60.0}], None], "for 60 milliseconds"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("error")
+def test_slos_of_many_seconds_are_logged_once_per_call_and_kept(pair, caplog, slo_tpot, longest):
+    generator, _ = pair
+    inputs = ragged_prompts(2)
+    options = dict(slo_tpot=slo_tpot, max_new_tokens=3, return_dict_in_generate=True)
+    output = generator.generate(**inputs, **options)
+    records = [r for r in caplog.records if r.name == "hf_slospec.request.slo"]
+    assert [longest in record.getMessage() for record in records] == [True] * bool(longest)
+    assert max(row.tpot_slo_s or 0.0 for row in output.slo) >= 5.0

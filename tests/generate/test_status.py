@@ -93,6 +93,9 @@ def test_handles_results_and_generators_print_in_short(fresh):
     with gen:
         handle = gen.submit([1, 2, 3], **OPTIONS)
         result = handle.result()
+        assert hf_slospec.status(gen).policy == "auto"
+        gen.set_policy("none")
+        assert hf_slospec.status(gen).policy == "auto; none for submitted requests"
     assert repr(handle) == "<RequestHandle 0: length, 12 new tokens>"
     assert repr(result).startswith("<RequestResult: 12 tokens, finish_reason 'length'>\n")
     assert "<table>" in result._repr_html_() and "<table>" in handle._repr_html_()

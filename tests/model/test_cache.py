@@ -26,6 +26,7 @@ from hf_slospec.model.tree_mask import chain
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from tests.support.packed import cached
+from tests.support.served_pair import WAIT_S, Holds
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, stored
 
@@ -289,19 +290,22 @@ def test_engines_that_die_leave_nothing(generator):
         )
     assert not kv_bytes(generator) and caught.value.__traceback__ is not None
     for dies_in in ("draft", "verify"):
-        with pytest.MonkeyPatch.context() as patch, generator:
-            handle = generator.submit([5, 6, 7], max_new_tokens=60, **GREEDY)
-            next(handle.tokens())
 
-            def dies(*_):
-                raise ZeroDivisionError
+        def dies(*_):
+            raise ZeroDivisionError
 
+        with pytest.MonkeyPatch.context() as patch, generator, Holds() as holds:
+            handle = generator.submit(
+                [5, 6, 7], max_new_tokens=60, **GREEDY, stopping_criteria=[holds]
+            )
+            assert holds.is_reached.wait(WAIT_S)
             owner = (
                 "drafters.assistant.AssistantDrafter.draft"
                 if dies_in == "draft"
                 else "model.target.PackedTarget.verify"
             )
             patch.setattr(f"hf_slospec.{owner}", dies)
+            holds.may_go.set()
             with pytest.raises(ZeroDivisionError):
                 handle.result(60)
     gc.collect()

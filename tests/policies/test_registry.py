@@ -79,12 +79,12 @@ print("twin_policies" in sys.modules, "hf_slospec.lab" in sys.modules)
 config = SLOSpecConfig(policy="twins", twins=3)
 print(config.policy_options, max_nodes_per_request(config))
 print(type(new_policy(config, None)).__name__, "twin_policies" in sys.modules)
-from pydantic import ValidationError
+from hf_slospec.errors import InvalidInputError
 for fields in ({"twins": 3}, {"policy": "triplets"}):
     try:
         SLOSpecConfig(**fields)
-    except ValidationError as error:
-        print(error.errors()[0]["msg"])
+    except InvalidInputError as error:
+        print(error)
 """
     *found, of_option, of_name = printed(installed, code)
     assert found == ["False False", "twins=3 2", "TwinPolicy True"]

@@ -171,7 +171,9 @@ def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2):
         smollm2.model, tokenizer=smollm2.tokenizer, drafter="suffix"
     ) as generator:
         demo = DemoGenerator(generator)
-        request = PERSONAS[0].request(1.0, demo.is_chat).model_copy(update={"temperature": 0.0})
+        request = (
+            PERSONAS[0].request(1.0, 1.0, demo.is_chat).model_copy(update={"temperature": 0.0})
+        )
         handle = demo.submit(request.prompt, **request.options)
         handle.result()
         assert handle.finish_reason == "stop"

@@ -14,15 +14,7 @@ from tests.support.paths import ROOT
 CORE = [name for name in test_layers.CORE if (ROOT / "tests" / name).is_dir()]
 FOLDERS = (*test_layers.PLUGINS, "server", "replicas", "lab")
 # Files of the core's tests that take seconds.
-FAST = (
-    "tree",
-    "request",
-    "engine",
-    "policies",
-    "scheduler",
-    "generate/test_enable.py",
-    "batcher/test_submit.py",
-)
+FAST = ("request", "engine", "generate/test_enable.py", "batcher/test_submit.py")
 
 
 def run_without(folders, tests):

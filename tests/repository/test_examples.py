@@ -30,6 +30,7 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.cpu import operators
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.tiny.shapes import Shape
@@ -63,10 +64,18 @@ def test_each_example_says_how_to_run_it_and_is_listed(script):
     assert f"[`{script.name}`]({script.name})" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.fixture(autouse=True)
+def _without_a_compiler(monkeypatch):
+    """Examples that compare speeds would wait for it."""
+    monkeypatch.setattr(operators, "why_unsupported", lambda: "no compiler in these tests")
+
+
 def test_quickstart(capsys, monkeypatch):
     monkeypatch.setattr(quickstart, "SHAPES", {"0.1B": Shape(256, 1024, 8)})
-    quickstart.main(new_tokens=16)
+    quickstart.main(new_tokens=16, repeats=1)
     said = capsys.readouterr().out
+    assert re.search(r"^batch 4: [\d.]+x the speed of stock generate \(", said, re.MULTILINE)
+    assert ("by drafts;" in said) != ("nothing was drafted: " in said)
     assert len(re.findall(r"^>>> [\d.]+ ms per token", said, re.MULTILINE)) == len(
         quickstart.PROMPTS
     )
@@ -143,10 +152,11 @@ def test_custom_drafter(capsys, monkeypatch, tmp_path):
     assert num_accepted
 
 
+@pytest.mark.nightly
 def test_rollouts(capsys):
     rollouts.main(size="tiny", dtype="float32", repeats=1, new_tokens=24)
     rows = rows_of(capsys.readouterr().out)
-    for name in ("hf_slospec", "without the noise"):
+    for name in ("hf_slospec, no drafts", "hf_slospec", "without the noise"):
         assert rows[name][2] == "8 of 8" and number(rows[name][0]) >= 1.0
 
 

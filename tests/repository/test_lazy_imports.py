@@ -24,7 +24,17 @@ HEAVY = (
     "openai",
     "accelerate",
 )
-COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter")
+COMMANDS = (
+    "generate",
+    "chat",
+    "serve",
+    "demo",
+    "bench",
+    "profile",
+    "check",
+    "simulate",
+    "train-drafter",
+)
 SIMULATED = "simulate --system auto --number 4 --rate 1".split()
 
 

@@ -38,12 +38,19 @@ def demo(
     no_password: Annotated[
         bool, typer.Option("--no-password", help="Let other machines in without a password.")
     ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            help="On a CPU, compile forwards first, about a minute; later processes load them at once."
+        ),
+    ] = True,
 ) -> None:
-    """Show several users of one model, each with a speed target, in a browser.
+    """Show a race against stock generate, and users of one model with SLOs, in a browser.
 
-    A coding copilot, a chat, a summary and a batch job share one engine with the page's visitors.
-    Change their speed targets, switch the policy and see the speed of each user. No data leaves the
-    machine. Stop with Ctrl-C.
+    The race decodes one prompt with stock generate, with this package without drafts, and with
+    drafts. Below it, a coding copilot, a chat, a summary and a batch job share one engine with the
+    page's visitors: change their SLOs, switch the policy and see the speed of each user. No data
+    leaves the machine. Stop with Ctrl-C.
 
     Example, with a slower model:  hf_slospec demo --size 0.3B --port 7860
 
@@ -55,4 +62,7 @@ def demo(
         need("demo", "the demo")
         from hf_slospec.demo.serve import Options, serve
 
-        serve(Options(ModelOptions(**fields), host, port, password, no_password), console.print)
+        options = Options(
+            ModelOptions(**fields), host, port, password, no_password, "wait" if compile else False
+        )
+        serve(options, console.print)

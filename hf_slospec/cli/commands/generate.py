@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from hf_slospec.cli.activity import activity
 from hf_slospec.cli.options import (
     ConfigJSON,
     ExactName,
@@ -28,13 +29,19 @@ if TYPE_CHECKING:
 # exit codes; 1 is an error, 2 a usage error
 MISSED = 3
 INTERRUPTED = 130
+# Default prompt for the embedded target, whose continuation is readable code.
+EMBEDDED_PROMPT = "def copy_file(src, dst):"
 
 
 @with_models()
 def generate(
     fields: dict[str, Any],
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt. '-', or no prompt in a pipe: standard input.")
+        str | None,
+        typer.Argument(
+            help="The prompt. '-', or no prompt in a pipe: standard input. Default, for the "
+            "embedded target in a terminal: the beginning of a function."
+        ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     slo_tpot: Annotated[
@@ -74,27 +81,40 @@ def generate(
     strict: Annotated[
         bool, typer.Option(help=f"Exit with {MISSED} if the SLO was missed.")
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Then decode the prompt by stock generate, by hf_slospec without drafts and with "
+            "them, in turns, and show the gain as two factors: faster steps, and drafts.",
+        ),
+    ] = False,
 ) -> None:
     """Continue a prompt under a TPOT SLO and report the speed.
 
     The text is streamed to standard output, the figures go to standard error.
 
-    Example:  hf_slospec generate "def fibonacci(n):" --slo-tpot 0.02
+    Example:  hf_slospec generate "def copy_file(src, dst):" --slo-tpot 0.02 --compare
 
     From a pipe, sampled, for a script:
     cat main.py | hf_slospec generate --temperature 0.7 --seed 1 --json - | jq .metrics.tpot_s
 
     Exit codes: 0 finished, 1 failed, 2 usage error, 3 SLO missed (with --strict), 130 interrupted.
     """
+    from hf_slospec.cli.benchmark import Bench
+    from hf_slospec.cli.gain import measure_gain
     from hf_slospec.server.loading import load_generator, size_and_place
 
     check_outputs(None, None if json_path in (None, "-") else Path(str(json_path)))
+    if prompt is None and file is None and fields["target"] is None and sys.stdin.isatty():
+        prompt = EMBEDDED_PROMPT
+        print(prompt, end="", flush=True)
     text = _prompt(prompt, file)
     settings = config_of(config, exact=exact)
     sampling: dict[str, Any] = {}
     if temperature:
         sampling = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         slo_tpot=slo_tpot,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -104,9 +124,7 @@ def generate(
     console = Console(stderr=True)
     try:
         with usage_errors():
-            with console.status(
-                "loading, and measuring the speed of the models (stored for later runs)"
-            ):
+            with activity("loading, and measuring the speed of the models", console):
                 generator = load_generator(ModelOptions(**fields), settings).start()
             facts = f"{size_and_place(generator.model)}; drafts: {generator.draft_method.kind}"
             console.print(facts, style="dim", highlight=False, soft_wrap=True)
@@ -120,9 +138,26 @@ def generate(
                 if json_path != "-":
                     print(flush=True)
                 result = handle.result()
+        forwards = generator.decoder.speculator.forwards["target"]
+        figures = summary(result.metrics, forwards)
+        console.print(figures, style="dim", highlight=False, soft_wrap=True)
+        if compare:
+            tokenizer: Any = generator.tokenizer
+            if chat:
+                messages = [{"role": "user", "content": text}]
+                text = tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            with activity("compiling, unless an earlier run did", console) as show:
+                bench = Bench(
+                    generator.model, None, tokenizer, [text], len(handle.request.tokens),
+                    max(len(result.token_ids), 2), settings, sampling or None,
+                    generator.draft_method, add_special_tokens=not chat,
+                )  # fmt: skip
+                gain = measure_gain(bench, 1, show=show)
+            console.print(str(gain), highlight=False, soft_wrap=True)
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
-    console.print(summary(result.metrics), style="dim", highlight=False, soft_wrap=True)
     if json_path is not None:
         _write(json_path, record(text, result, handle))
     if strict and result.metrics.attained is False:
@@ -148,7 +183,13 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def summary(metrics: RequestMetrics) -> str:
+def summary(metrics: RequestMetrics, forwards: str = "") -> str:
+    """Return the figures of a request in one line.
+
+    Args:
+        metrics: of the request.
+        forwards: state of the target's forwards, as in ``Speculator.forwards``.
+    """
     parts = [f"{metrics.tokens} token{'' if metrics.tokens == 1 else 's'}"]
     if metrics.tpot_s:
         parts.append(f"{1e3 * metrics.tpot_s:.1f} ms per token ({1 / metrics.tpot_s:.1f} tokens/s)")
@@ -159,7 +200,13 @@ def summary(metrics: RequestMetrics) -> str:
     if metrics.ttft_s is not None:
         parts.append(f"first token after {1e3 * metrics.ttft_s:.0f} ms")
     if metrics.acceptance_length:
-        parts.append(f"{metrics.acceptance_length:.2f} tokens per step")
+        drafted = metrics.drafted / metrics.steps
+        parts.append(
+            f"{metrics.acceptance_length:.2f} tokens per step, "
+            + (f"{drafted:.1f} nodes drafted per step" if drafted else "nothing drafted")
+        )
+    if forwards == "eager: compiling":
+        parts.append("slowed by a compiler, which runs once per machine and model")
     return ", ".join(parts)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from hf_slospec.cli.activity import activity
 from hf_slospec.cli.options import (
     ResultPath,
     TimeBudget,
@@ -53,15 +54,13 @@ def profile(
 
     check_outputs(plot, json_path)
     err = Console(stderr=True, soft_wrap=True)
-    with usage_errors():
+    loading = "loading" + (", and compiling unless that was done" if compile else "")
+    with usage_errors(), activity(loading, err):
         options = ModelOptions(**fields)
-        with err.status("loading" + (", and compiling unless that was done" if compile else "")):
-            pair = load_models(options)
-            method = draft_method(options, pair)
-            config = SLOSpecConfig(compile="wait" if compile else False)
-            speculator = SLOSpecGenerator(
-                pair.target, drafter=method, config=config
-            ).decoder.speculator
+        pair = load_models(options)
+        method = draft_method(options, pair)
+        config = SLOSpecConfig(compile="wait" if compile else False)
+        speculator = SLOSpecGenerator(pair.target, drafter=method, config=config).decoder.speculator
     models = dict(zip(("target", "draft"), speculator.models, strict=False))
     total_s = seconds * len(models)
     err.print(
@@ -72,10 +71,11 @@ def profile(
         highlight=False,
     )
     show = TimeBudget(total_s, err).show
-    records = {
-        name: profiling.profile(name, packed, seconds, keep, show)
-        for name, packed in models.items()
-    }
+    with activity("measuring", err):
+        records = {
+            name: profiling.profile(name, packed, seconds, keep, show)
+            for name, packed in models.items()
+        }
     output = console()
     for name, record in records.items():
         output.print(profiling.table(name, record))

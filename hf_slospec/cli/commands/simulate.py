@@ -92,6 +92,9 @@ def simulate(
     """Simulate several systems under the same loads: the real scheduler and policies, simulated
     models and time.
 
+    vllm, sarathi, adaserve and others name the scheduling rules of that system, emulated on this
+    engine. None of its code runs, so they say nothing about its speed.
+
     Example:  hf_slospec simulate --system auto --system vllm --rate 2 --rate 4 --plot attained.png
     """
     if metric not in METRICS:

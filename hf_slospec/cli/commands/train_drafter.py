@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
+from hf_slospec.cli.activity import activity
 from hf_slospec.cli.options import option, usage_errors, with_options
 from hf_slospec.server.model_options import ModelOptions, only_errors_logged
 from hf_slospec.training.options import TrainingOptions
 
 if TYPE_CHECKING:
     from hf_slospec.batcher.generator import SLOSpecGenerator
+    from hf_slospec.training.run import Show
     from hf_slospec.training.texts import TrainingText, Write
 
 MODEL = ("target", "dtype", "device", "allow_missing")  # fields of ModelOptions
@@ -37,7 +39,7 @@ def train_drafter(fields: dict[str, Any]) -> None:
     from hf_slospec.training.run import FOLDER, train_drafter
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    with usage_errors(), only_errors_logged():
+    with usage_errors(), only_errors_logged(), activity("loading", console) as shown:
         models = ModelOptions(**{field: fields.pop(field) for field in MODEL})
         options = TrainingOptions(**fields)
         target, _, tokenizer = load_models(models)
@@ -50,11 +52,12 @@ def train_drafter(fields: dict[str, Any]) -> None:
                 target.float()
             )  # bf16 is fast here only with packed weights, which cannot be trained on
         console.print(f"{models.name}: {size_and_place(target)}")
-        write = writer(_generator(target, tokenizer))
-        held_out = train_drafter(options, target, tokenizer, write, console.print)
+        write = writer(_generator(target, tokenizer), shown.detail)
+        held_out = train_drafter(options, target, tokenizer, write, console.print, shown)
         if held_out is None:
             console.print(f"stopped after {options.minutes:g} minutes; the same command goes on")
             return
+        shown("measuring the drafter on the held-out prompts")
         length = chain_length(target, tokenizer, options, held_out)
     console.print(
         f"{options.out}: {length:.2f} tokens per step on held-out prompts, greedy chains of {options.levels}"
@@ -69,8 +72,29 @@ def _generator(target: Any, tokenizer: Any, **options: Any) -> SLOSpecGenerator:
     return SLOSpecGenerator(target, tokenizer=tokenizer, **options)
 
 
-def writer(generator: SLOSpecGenerator) -> Write:
-    """Return a function that lets the model continue a batch of prompts, each to its end."""
+class _Counter:
+    """Streamer that shows how many tokens of a batch are written."""
+
+    def __init__(self, show: Show, batch: int, max_new_tokens: int):
+        self._show = show
+        self._number = -1  # the prompts come first
+        self._of = f"of at most {max_new_tokens} tokens of a batch of {batch} written"
+
+    def put(self, value: Any) -> None:
+        self._number += 1
+        self._show(f"{self._number} {self._of}")
+
+    def end(self) -> None:
+        self._show("")
+
+
+def writer(generator: SLOSpecGenerator, show: Show = lambda text: None) -> Write:
+    """Return a function that lets the model continue a batch of prompts, each to its end.
+
+    Args:
+        generator: of the target.
+        show: called with the number of tokens written.
+    """
     import torch
 
     from hf_slospec.generate.rows import model_end_tokens, until_end
@@ -85,8 +109,9 @@ def writer(generator: SLOSpecGenerator) -> Write:
         )
         torch.manual_seed(seed)
         out = _continued(
-            generator, prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy, **sampling
-        )
+            generator, prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy,
+            streamer=_Counter(show, len(prompts), max_new_tokens), **sampling,
+        )  # fmt: skip
         rows: list[list[int]] = out.sequences[:, max(map(len, prompts)) :].tolist()
         return [until_end(row, ends) for row in rows]
 

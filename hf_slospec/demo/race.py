@@ -1,0 +1,143 @@
+"""Race: one prompt decoded by stock ``generate``, by this package without drafts, and with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_slospec.batcher.handle import RequestHandle
+from hf_slospec.demo.generator import POLICIES, DemoGenerator
+from hf_slospec.generate.speculator import clock
+
+NUM_TOKENS = 96  # new tokens of each lane, unless the text ends sooner
+NUM_WARM_UP = 4  # new tokens of each lane before the race, which are not shown
+NAMES = ("stock generate", "hf_slospec, no drafts", "hf_slospec with drafts")
+_numbers = itertools.count()  # of lanes: each has K/V and texts of its own
+
+
+class LaneStep(NamedTuple):
+    """Tokens that one forward of a lane yielded."""
+
+    at_s: float  # seconds since the lane began
+    tokens: list[int]
+    num_accepted: int  # number of tokens, from the first, that are accepted drafts
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One of the three decodings. ``read`` returns its steps so far."""
+
+    read: Callable[[], list[LaneStep]]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for step in self.read() for token in step.tokens]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first one; None before there are two."""
+        steps = self.read()
+        num_later = sum(len(step.tokens) for step in steps[1:])
+        return (steps[-1].at_s - steps[0].at_s) / num_later if num_later else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens per forward after the prefill; None before there is one."""
+        steps = self.read()[1:]
+        return sum(len(step.tokens) for step in steps) / len(steps) if steps else None
+
+
+class Recorder:
+    """Streamer of transformers that records when stock ``generate`` yields each token."""
+
+    def __init__(self) -> None:
+        self.steps = list[LaneStep]()
+        self._begun_s = clock()
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Record new tokens, [1] int64; the first call brings the prompt, [1, prompt_len] int64."""
+        if self._has_prompt:
+            self.steps.append(LaneStep(clock() - self._begun_s, value.tolist(), 0))
+        self._has_prompt = True
+
+    def end(self) -> None: ...
+
+
+@dataclass
+class Race:
+    """A prompt, decoded greedily in three lanes one after another, so that none slows another."""
+
+    prompt: str
+    lanes: list[Lane] = field(default_factory=list)  # those that have begun
+    policy: str = ""  # of the last lane
+    forwards: str = ""  # "compiled", or "eager" and why
+    is_done: bool = False
+
+    def run(self, demo: DemoGenerator) -> None:
+        """Decode the three lanes, after a warm-up of each; no other request may run meanwhile.
+
+        Raises:
+            SLOSpecError: the prompt is refused, or decoding fails.
+        """
+        chosen = demo.policy
+        policies = ("none", "auto" if chosen == "none" else chosen)
+        try:
+            for policy in policies:
+                warm = self._submit(demo, policy, NUM_WARM_UP)
+                warm.result()
+            prompt = torch.tensor([warm.request.tokens[: warm.request.prompt_len]])
+            decode_stock(demo, prompt, NUM_WARM_UP, Recorder())
+            recorder = Recorder()
+            self.lanes.append(Lane(recorder.steps.copy))
+            decode_stock(demo, prompt, NUM_TOKENS, recorder)
+            for self.policy in policies:
+                begun_s = clock()
+                handle = self._submit(demo, self.policy, NUM_TOKENS)
+                self.lanes.append(Lane(partial(steps_of, handle, begun_s)))
+                handle.result()
+            self.forwards = demo.generator.stats().forwards["target"]
+            self.is_done = True
+        finally:
+            demo.generator.set_policy(POLICIES[chosen])
+
+    def _submit(self, demo: DemoGenerator, policy: str, num_tokens: int) -> RequestHandle:
+        demo.generator.set_policy(POLICIES[policy])  # the page goes on to show the chosen one
+        salt = f"race {next(_numbers)}"
+        return demo.submit(self.prompt, max_new_tokens=num_tokens, cache_salt=salt)
+
+    @property
+    def num_same(self) -> int:
+        """Number of tokens, from the first, that are the same in all lanes."""
+        texts = [lane.tokens for lane in self.lanes]
+        columns = zip(*texts, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
+
+
+def decode_stock(
+    demo: DemoGenerator, prompt: torch.Tensor, num_tokens: int, recorder: Recorder
+) -> None:
+    """Decode greedily by the model's own ``generate``; ``prompt`` is [1, prompt_len] int64."""
+    model: Any = demo.generator.model
+    ids = prompt.to(model.device)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
+        streamer=recorder,
+    )  # fmt: skip
+
+
+def steps_of(handle: RequestHandle, begun_s: float) -> list[LaneStep]:
+    """Return the steps of a request so far; times count from ``begun_s``."""
+    tokens = handle.token_ids
+    steps = []
+    begin = 0
+    for commit in handle.commits:
+        new = tokens[begin : commit.num_emitted]
+        steps.append(LaneStep(commit.at_s - begun_s, new, commit.num_accepted))
+        begin = commit.num_emitted
+    return steps
