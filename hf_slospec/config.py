@@ -48,6 +48,13 @@ class SLOSpecConfig(PolicySettings):
         "found by measurement: faster steps for up to twice the models' memory. None: where the copies take at most a "
         "quarter of the free memory.",
     )
+    weights: Literal["auto", "keep", "int8", "int4"] = Field(
+        "auto",
+        description="CPU: auto packs weights that transformers read from a GGUF file or torchao has quantised, in "
+        "place and without changing their values, for kernels that multiply with them as they are. int8 and int4 also "
+        "quantise the linear layers of a model in fp32, fp16 or bf16, in place: faster steps of less memory, but "
+        "another model, whose text differs. The draft model's layers, too. keep: no weight is replaced.",
+    )
     cuda_graphs: bool = Field(
         True,
         description="CUDA with attention by triton or flash: capture forwards of up to 640 tokens that recur, and "

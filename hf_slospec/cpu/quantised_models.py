@@ -1,0 +1,148 @@
+"""Models whose quantised weights are packed in place, and models that are quantised on request."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.cpu import operators
+from hf_slospec.cpu.formats import codes_of_torchao, gguf_weights
+from hf_slospec.cpu.quantised import GROUP, NAMES, Codes, QuantisedMatrix, quantise
+from hf_slospec.cpu.quantised_weight import QuantisedWeight
+from hf_slospec.errors import UnsupportedOptionError
+
+logger = logging.getLogger(__name__)
+
+BITS = {"int8": 8, "int4": 4}  # by SLOSpecConfig(weights=...)
+ROWS = 4096  # of a weight that are compared at a time
+# By the id of a weight: the weight, and what makes its codes; None: they are not its values.
+Sources = dict[int, tuple[Any, Callable[[], Codes | None]]]
+
+
+def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
+    """Replace weights of linear layers and embeddings in place by weights that stay packed.
+
+    Weights of GGUF files and of torchao's classes keep their values. With ``config.weights`` of
+    "int8" or "int4", the weights of linear layers are quantised, and embeddings that share them.
+
+    Raises:
+        UnsupportedOptionError: ``config.weights`` asks for quantising, and that is not possible
+            for this model, with these settings, or on this system.
+    """
+    bits = BITS.get(config.weights)
+    if config.weights == "keep" or (bits is None and _why_not(config) is not None):
+        return
+    sources = _quantising(model, bits) if bits is not None else _stored(model)
+    if not sources:
+        return
+    if (why_not := _why_not(config)) is not None:
+        raise _impossible(config, why_not)
+    try:
+        if not operators.library_path().exists():
+            logger.info("building the kernels of quantised weights, about 40 s, once")
+        operators.build()
+        operators.load()
+    except (OSError, RuntimeError) as error:
+        if bits is not None:
+            raise _impossible(config, str(error)) from error
+        logger.warning("quantised weights are not packed: %s", error)
+        return
+    _replace(model, sources)
+
+
+def _why_not(config: SLOSpecConfig) -> str | None:
+    if config.exact is not None:
+        return f"their products have other bits than exact={config.exact!r} needs"
+    return operators.why_unsupported()
+
+
+def _impossible(config: SLOSpecConfig, why_not: str) -> UnsupportedOptionError:
+    return UnsupportedOptionError(f"weights={config.weights!r} is not possible: {why_not}")
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the names, layers and weights of linear layers and embeddings on a CPU."""
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight")
+        is_packable = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
+        if is_packable and weight is not None and weight.device.type == "cpu":
+            yield f"{name}.weight", layer, weight
+
+
+def _stored(model: nn.Module) -> Sources:
+    """Return the weights that were quantised before the model came here."""
+    of_file = gguf_weights(model)
+    found: Sources = {}
+    for name, _, weight in _weights(model):
+        if isinstance(weight, QuantisedWeight) or id(weight) in found:
+            continue
+        if type(weight) is nn.Parameter:
+            if name in of_file:
+                found[id(weight)] = weight, functools.partial(_unchanged, weight, of_file[name])
+        elif codes_of_torchao(weight) is not None:
+            found[id(weight)] = weight, functools.partial(codes_of_torchao, weight)
+    return found
+
+
+def _unchanged(weight: torch.Tensor, read: Callable[[], Codes]) -> Codes | None:
+    """Return the codes of a weight; None if it has been changed since it was read from its file."""
+    codes = read()
+    matrix = QuantisedMatrix(codes)
+    tolerance = 4 * torch.finfo(weight.dtype).eps
+    for begin in range(0, len(weight), ROWS):
+        part = weight.detach()[begin : begin + ROWS].float()
+        stored = matrix.rows(torch.arange(begin, begin + len(part)))
+        if not torch.linalg.norm(stored - part) <= tolerance * torch.linalg.norm(part):
+            return None
+    return codes
+
+
+def _quantising(model: nn.Module, bits: int) -> Sources:
+    """Return the weights of linear layers that are quantised to ``bits`` bits.
+
+    Raises:
+        UnsupportedOptionError: a weight is quantised to other codes.
+    """
+    found: Sources = {}
+    for name, layer, weight in _weights(model):
+        is_other = type(weight) not in (nn.Parameter, QuantisedWeight)
+        if is_other or (isinstance(weight, QuantisedWeight) and weight.matrix.bits != bits):
+            raise UnsupportedOptionError(
+                f"{name} is quantised already, so that it cannot be quantised to {bits} bits; "
+                "load the model again without quantised weights, or leave out weights="
+            )
+        is_dense = type(weight) is nn.Parameter and weight.is_floating_point()
+        if type(layer) is nn.Linear and is_dense and weight.shape[1] % GROUP == 0:
+            found[id(weight)] = weight, functools.partial(quantise, weight, bits)
+    return found
+
+
+def _replace(model: nn.Module, sources: Sources) -> None:
+    """Replace weights by packed ones, one at a time, so that little memory is needed besides."""
+    places = dict[int, list[nn.Module]]()
+    for _, layer, weight in _weights(model):
+        places.setdefault(id(weight), []).append(layer)
+    kinds = Counter[str]()
+    num_bytes = 0
+    for key, (weight, read) in list(sources.items()):
+        with torch.no_grad(), torch.inference_mode(False):
+            if (codes := read()) is None:
+                continue
+            matrix = QuantisedMatrix(codes)
+            packed = nn.Parameter(QuantisedWeight(matrix, weight.dtype), requires_grad=False)
+        for layer in places[key]:
+            layer._parameters["weight"] = packed
+        kinds[NAMES[matrix.bits]] += 1
+        num_bytes += matrix.num_bytes
+        del sources[key], weight, read
+    if kinds:
+        parts = ", ".join(f"{number} in {name}" for name, number in kinds.items())
+        name = type(model).__name__
+        logger.info("packed weights of %s: %s; %.0f MiB", name, parts, num_bytes / 2**20)
