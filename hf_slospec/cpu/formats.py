@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import cached_file
 
 from hf_slospec.cpu.quantised import FLOAT8, GROUP, Codes
 from hf_slospec.errors import UnsupportedModelError
@@ -147,12 +148,24 @@ def gguf_weights(model: Any) -> dict[str, Callable[[], Codes]]:
     """Return what reads the quantised weights of the GGUF file that a model was loaded from.
 
     Returns:
-        By name of the parameter; empty if the model was not loaded from a GGUF file by
-        transformers 5.24 or later, or the file's architecture has a loader of another kind.
+        By name of the parameter. Empty if the model was not loaded from a GGUF file, by
+        transformers 5.24 or later; weights that transformers has not only reordered are left out.
     """
-    header = getattr(getattr(model, "hf_quantizer", None), "header", None)
-    if header is None or not hasattr(header, "ggml_types"):
+    quantizer = getattr(model, "hf_quantizer", None)
+    file_name = getattr(getattr(quantizer, "quantization_config", None), "gguf_file", None)
+    if file_name is None:
         return {}
+    if (header := getattr(quantizer, "header", None)) is not None:
+        return _of_header(model, header)
+    try:
+        path = cached_file(model.config.name_or_path, file_name, local_files_only=True)
+    except OSError:  # the file was moved
+        return {}
+    return _of_file(model, path)
+
+
+def _of_header(model: Any, header: Any) -> dict[str, Callable[[], Codes]]:
+    """Return the same for architectures that transformers' newer loader reads."""
     from transformers.core_model_loading import WeightConverter, rename_source_key
     from transformers.integrations.gguf.dequant import GGML_NAME
     from transformers.integrations.gguf.reader import load_gguf_state_dict
@@ -165,7 +178,7 @@ def gguf_weights(model: Any) -> dict[str, Callable[[], Codes]]:
     found = dict[str, Callable[[], Codes]]()
     for stored, tensor in load_gguf_state_dict(header).items():
         name, pattern = rename_source_key(stored, renamings, converters)
-        kind = GGML_NAME.get(tensor.ggml_type)
+        kind = GGML_NAME.get(tensor.ggml_type, "")
         if name not in packable or name in permuted or kind not in GGUF_TYPES:
             continue
         converter = next((each for each in converters if pattern in each.source_patterns), None)
@@ -177,13 +190,39 @@ def gguf_weights(model: Any) -> dict[str, Callable[[], Codes]]:
 def _converted(kind: str, tensor: Any, converter: Any) -> Codes:
     """Return a weight of a GGUF file with its rows in the model's order."""
     blocks = tensor[...]
-    if converter is not None:
-        patterns = dict(
-            source_patterns=converter.source_patterns, target_patterns=converter.target_patterns
-        )
-        for operation in converter.operations:
-            (blocks,) = operation.convert({"": blocks}, **patterns).values()
+    for operation in [] if converter is None else converter.operations:
+        patterns = converter.source_patterns, converter.target_patterns
+        (blocks,) = operation.convert({"": blocks}, *patterns).values()
     return codes_of_gguf(kind, blocks.numpy())
+
+
+def _of_file(model: Any, path: str) -> dict[str, Callable[[], Codes]]:
+    """Return the same for architectures that transformers' older loader reads."""
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    reader = gguf.GGUFReader(path)
+    architecture = loader.read_field(reader, "general.architecture")[0]
+    config = loader.load_gguf_checkpoint(path)["config"]
+    processor = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)(config=config)
+    names = loader.get_gguf_hf_weights_map(model, processor)
+    found = dict[str, Callable[[], Codes]]()
+    for tensor in reader.tensors:
+        kind = tensor.tensor_type.name
+        if kind in GGUF_TYPES and tensor.data.ndim == 2 and tensor.name in names:
+            rows = np.arange(len(tensor.data), dtype=np.float32)[:, None]
+            try:  # what happens to the rows of the weight
+                rows = processor.process(rows, tensor.name, tensor_key_mapping=names).weights
+            except (ValueError, KeyError):  # it is not only reordered
+                continue
+            if rows.shape == (len(tensor.data), 1):
+                ordered = functools.partial(_ordered, kind, tensor.data, rows[:, 0])
+                found[names[tensor.name]] = ordered
+    return found
+
+
+def _ordered(kind: str, blocks: np.ndarray, rows: np.ndarray) -> Codes:
+    return codes_of_gguf(kind, blocks[rows.astype(np.int64)])
 
 
 def codes_of_torchao(weight: Any) -> Codes | None:
