@@ -144,28 +144,39 @@ def codes_of_gguf(name: str, data: Any) -> Codes:
     return read(np.asarray(data).reshape(len(data), -1, num_bytes))
 
 
-def gguf_weights(model: Any) -> dict[str, Callable[[], Codes]]:
-    """Return what reads the quantised weights of the GGUF file that a model was loaded from.
-
-    Returns:
-        By name of the parameter. Empty if the model was not loaded from a GGUF file, by
-        transformers 5.24 or later; weights that transformers has not only reordered are left out.
+def gguf_file(model: Any) -> str | None:
+    """Return the path of the GGUF file that a model was loaded from; None if that is not known,
+    as with transformers before 5.24, and with architectures that its newer loader reads.
     """
     quantizer = getattr(model, "hf_quantizer", None)
-    file_name = getattr(getattr(quantizer, "quantization_config", None), "gguf_file", None)
-    if file_name is None:
-        return {}
-    if (header := getattr(quantizer, "header", None)) is not None:
-        return _of_header(model, header)
+    name = getattr(getattr(quantizer, "quantization_config", None), "gguf_file", None)
+    if name is None:
+        return None
     try:
-        path = cached_file(model.config.name_or_path, file_name, local_files_only=True)
+        path: str | None = cached_file(model.config.name_or_path, name, local_files_only=True)
     except OSError:  # the file was moved
-        return {}
+        return None
+    return path
+
+
+def gguf_weights(model: Any, path: str) -> dict[str, Callable[[], Codes]]:
+    """Return what reads the quantised weights of a GGUF file, by name of the model's parameter.
+
+    Weights that transformers has not only reordered are left out.
+    """
+    try:
+        from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    except ImportError:  # transformers before 5.24
+        return _of_file(model, path)
+    metadata, _ = read_gguf_metadata(path)
+    if is_gguf_arch_supported(metadata["general.architecture"]):
+        return _of_header(model, GgufHeader.from_file(path))
     return _of_file(model, path)
 
 
 def _of_header(model: Any, header: Any) -> dict[str, Callable[[], Codes]]:
-    """Return the same for architectures that transformers' newer loader reads."""
+    """Read weights of architectures that transformers' newer loader reads."""
     from transformers.core_model_loading import WeightConverter, rename_source_key
     from transformers.integrations.gguf.dequant import GGML_NAME
     from transformers.integrations.gguf.reader import load_gguf_state_dict
@@ -197,7 +208,7 @@ def _converted(kind: str, tensor: Any, converter: Any) -> Codes:
 
 
 def _of_file(model: Any, path: str) -> dict[str, Callable[[], Codes]]:
-    """Return the same for architectures that transformers' older loader reads."""
+    """Read weights of architectures that transformers' older loader reads."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as loader
 

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import nn
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.formats import codes_of_torchao, gguf_weights
+from hf_slospec.cpu.formats import codes_of_torchao, gguf_file, gguf_weights
 from hf_slospec.cpu.quantised import GROUP, NAMES, Codes, QuantisedMatrix, quantise
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
-from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.errors import InvalidFileError, UnsupportedOptionError
 
 logger = logging.getLogger(__name__)
 
@@ -33,38 +34,50 @@ def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
     "int8" or "int4", the weights of linear layers are quantised, and embeddings that share them.
 
     Raises:
-        UnsupportedOptionError: ``config.weights`` asks for quantising, and that is not possible
-            for this model, with these settings, or on this system.
+        InvalidFileError: ``config.weights`` is a file that is missing, or has no weight of the
+            model.
+        UnsupportedOptionError: ``config.weights`` is not "auto", and cannot be had for this model,
+            with these settings, or on this system.
     """
-    bits = BITS.get(config.weights)
-    if config.weights == "keep" or (bits is None and _why_not(config) is not None):
+    asked = config.weights
+    if asked == "keep":
         return
-    sources = _quantising(model, bits) if bits is not None else _stored(model)
+    if asked in BITS:
+        sources = _quantising(model, BITS[asked])
+    else:
+        sources = _stored(model, gguf_file(model) if asked == "auto" else asked)
     if not sources:
         return
-    if (why_not := _why_not(config)) is not None:
-        raise _impossible(config, why_not)
+    if (why_not := _why_not(config)) is None:
+        _replace(model, sources)
+    if asked != "auto" and why_not is not None:
+        raise UnsupportedOptionError(f"weights={asked!r} is not possible: {why_not}")
+    if why_not is None and asked.endswith(".gguf") and not any(map(_is_packed, model.parameters())):
+        raise InvalidFileError(
+            f"weights={asked!r}: none of the model's weights are those of the file, from which the "
+            "model must have been loaded, by from_pretrained(folder, gguf_file=...)"
+        )
+
+
+def _why_not(config: SLOSpecConfig) -> str | None:
+    """Return why there are no kernels of quantised weights; None once they are loaded."""
+    if config.exact is not None:
+        return f"their products have other bits than exact={config.exact!r} needs"
+    if (why_not := operators.why_unsupported()) is not None:
+        return why_not
     try:
         if not operators.library_path().exists():
             logger.info("building the kernels of quantised weights, about 40 s, once")
         operators.build()
         operators.load()
     except (OSError, RuntimeError) as error:
-        if bits is not None:
-            raise _impossible(config, str(error)) from error
-        logger.warning("quantised weights are not packed: %s", error)
-        return
-    _replace(model, sources)
+        logger.warning("there are no kernels of quantised weights: %s", error)
+        return str(error)
+    return None
 
 
-def _why_not(config: SLOSpecConfig) -> str | None:
-    if config.exact is not None:
-        return f"their products have other bits than exact={config.exact!r} needs"
-    return operators.why_unsupported()
-
-
-def _impossible(config: SLOSpecConfig, why_not: str) -> UnsupportedOptionError:
-    return UnsupportedOptionError(f"weights={config.weights!r} is not possible: {why_not}")
+def _is_packed(weight: torch.Tensor) -> bool:
+    return isinstance(weight, QuantisedWeight)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -76,12 +89,18 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             yield f"{name}.weight", layer, weight
 
 
-def _stored(model: nn.Module) -> Sources:
-    """Return the weights that were quantised before the model came here."""
-    of_file = gguf_weights(model)
+def _stored(model: nn.Module, file: str | None) -> Sources:
+    """Return the weights of torchao's classes, and those of a GGUF file.
+
+    Raises:
+        InvalidFileError: there is no such file.
+    """
+    if file is not None and not Path(file).is_file():
+        raise InvalidFileError(f"weights={file!r}: there is no such file")
+    of_file = {} if file is None else gguf_weights(model, file)
     found: Sources = {}
     for name, _, weight in _weights(model):
-        if isinstance(weight, QuantisedWeight) or id(weight) in found:
+        if _is_packed(weight) or id(weight) in found:
             continue
         if type(weight) is nn.Parameter:
             if name in of_file:

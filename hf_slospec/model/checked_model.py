@@ -82,7 +82,8 @@ class CheckedModel:
         self._is_cost_compiled = False  # known_cost was measured with compiled forwards
         if self._is_target:  # a draft's tokens are only proposals, whatever code makes them
             check_own_code(model)
-        prepare(model, config)
+        is_of_target = config.weights.endswith(".gguf") and not self._is_target
+        prepare(model, config.model_copy(update={"weights": "auto"}) if is_of_target else config)
         self._make(None)
 
     @property
