@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 
 from hf_slospec.cpu.quantised import FLOAT8, GROUP, Codes
 from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.model.loading import GGUF_FILE
 
 SUPER = 256  # inputs of a block of GGUF's K types
 
@@ -148,6 +149,8 @@ def gguf_file(model: Any) -> str | None:
     """Return the path of the GGUF file that a model was loaded from; None if that is not known,
     as with transformers before 5.24, and with architectures that its newer loader reads.
     """
+    if (known := getattr(model, GGUF_FILE, None)) is not None:
+        return str(known)
     quantizer = getattr(model, "hf_quantizer", None)
     name = getattr(getattr(quantizer, "quantization_config", None), "gguf_file", None)
     if name is None:

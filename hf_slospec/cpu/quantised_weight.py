@@ -32,8 +32,13 @@ class QuantisedWeight(torch.Tensor):
         made.matrix = matrix
         return made
 
+    @property
+    def format(self) -> str:
+        """Number of bits, as text."""
+        return f"{NAMES[self.matrix.bits]}, packed"
+
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"QuantisedWeight({NAMES[self.matrix.bits]}, {list(self.shape)}, {self.dtype})"
+        return f"QuantisedWeight({self.format}, {list(self.shape)}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the tensors that hold the values, as torch's subclasses do."""

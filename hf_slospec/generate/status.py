@@ -10,7 +10,7 @@ import torch
 from hf_slospec.errors import SLOSpecError
 from hf_slospec.generate.call import Decoder, Done
 from hf_slospec.generate.enable import decoder_of
-from hf_slospec.model.machine import size_and_place
+from hf_slospec.model.machine import size_and_place, weight_formats
 from hf_slospec.model.memory import MemoryUse
 from hf_slospec.request.tables import html_table, shown, text_table
 
@@ -22,6 +22,7 @@ class SpeculationStatus:
     """State of speculation of a model; prints as a table."""
 
     model: str  # class, size, dtype and device
+    weights: str  # number of matrices in each dtype or quantised format
     enabled: str  # which calls are speculated, or why none is
     drafter: str | None  # kind of drafting method; None: not enabled, as for the fields below
     policy: str | None
@@ -71,16 +72,18 @@ def status(model: Any) -> SpeculationStatus:
     if not isinstance(decoder, Decoder):
         decoder = decoder_of(model)
         if decoder is None:
-            return SpeculationStatus(_described(model), DISABLED, *[None] * 7)
+            return SpeculationStatus(*_described(model), DISABLED, *[None] * 7)
     try:
         speculator = decoder.speculator
     except SLOSpecError as error:  # enabled with fallback=True, and refused
         return SpeculationStatus(
-            _described(decoder.model), f"stock generate runs: {error}", *[None] * 7
+            *_described(decoder.model), f"stock generate runs: {error}", *[None] * 7
         )
     config = decoder.config
+    described, weights = _described(decoder.model)
     return SpeculationStatus(
-        model=_described(decoder.model),
+        model=described,
+        weights=weights,
         enabled=decoder.scope,
         drafter=speculator.method.kind,
         policy=_policy_of(decoder),
@@ -92,8 +95,8 @@ def status(model: Any) -> SpeculationStatus:
     )
 
 
-def _described(model: Any) -> str:
-    return f"{type(model).__name__}, {size_and_place(model)}"
+def _described(model: Any) -> tuple[str, str]:
+    return f"{type(model).__name__}, {size_and_place(model)}", weight_formats(model)
 
 
 def _policy_of(decoder: Decoder) -> str:

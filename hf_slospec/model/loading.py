@@ -124,6 +124,7 @@ def loading_hint(error: Exception, allows_pickle: bool = True) -> str:
     return message
 
 
+GGUF_FILE = "_hf_slospec_gguf_file"  # attribute of a model: path of the file it was loaded from
 MAX_NAMES = 4  # maximum number of tensor names in an error message
 _patching = Lock()
 
@@ -159,6 +160,8 @@ def load_model(
             f"{source} holds NaN or infinite weights, in {listed(names)}; load another copy"
         )
     loaded: PreTrainedModel = model.requires_grad_(False)
+    if "gguf_file" in options:  # of which transformers may keep no trace
+        setattr(loaded, GGUF_FILE, os.path.join(source, options["gguf_file"]))
     return loaded
 
 
