@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_slospec
-from hf_slospec.request.tables import html_table, text_table
+from hf_slospec.request.tables import PrintsAsTable
 from tests.support.paths import ROOT
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
@@ -103,11 +103,22 @@ def test_handles_results_and_generators_print_in_short(fresh):
     assert hf_slospec.status(gen).done == hf_slospec.status(gen).done._replace(rows=1, tokens=11)
 
 
+class Cells(PrintsAsTable):
+    def __init__(self, *rows, has_header=True):
+        self._rows = rows
+        self._has_header = has_header
+
+    def _table(self):
+        return self._rows
+
+
 def test_tables():
-    assert text_table([("a", "bb"), ("ccc", "d")]) == "  a  bb\nccc   d"
-    assert text_table([("a", "bb"), ("ccc", "d")], to_right=False) == "a    bb\nccc  d"
-    assert html_table([("<", "b")]) == "<table><tr><th>&lt;</th><th>b</th></tr></table>"
-    assert html_table([("a", "b")], has_header=False).count("<th>") == 1
+    rows = ("a", "<bb"), ("ccc", "d")
+    assert repr(Cells(*rows)) == "  a  <bb\nccc    d"
+    assert repr(Cells(*rows, has_header=False)) == "a    <bb\nccc  d"
+    first = "<tr><th>a</th><th>&lt;bb</th></tr>"
+    assert Cells(*rows)._repr_html_() == f"<table>{first}<tr><td>ccc</td><td>d</td></tr></table>"
+    assert Cells(*rows, has_header=False)._repr_html_().count("<th>") == 2
 
 
 WARNING = """
