@@ -433,15 +433,6 @@ def text_of(tokens):
     return bytes(tokens).decode()
 
 
-def test_what_takes_long_is_reported_again(monkeypatch):
-    monkeypatch.setattr(serve, "REPORT_S", 0.01)
-    said = []
-    with serve.reporting(said.append, "compiling"):
-        while len(said) < 3:
-            time.sleep(0.01)
-    assert said[0] == "compiling" and said[1].startswith("... for 0 s")
-
-
 def test_only_the_password_opens():
     opens = password_check("sésame")
     assert opens("anybody", "sésame")
