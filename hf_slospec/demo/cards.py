@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import zip_longest
 
 from hf_slospec.batcher.texts import ToText
 from hf_slospec.demo.generator import HighlightedText, TextPiece
@@ -212,15 +213,14 @@ def race_html(race: Race | None, to_text: ToText) -> str:
     play that back together, at the speed at which it was decoded.
     """
     lanes = [] if race is None else race.lanes
-    done = race if race is not None and race.is_done else None
-    parts = [
-        _lane(name, lanes[index] if index < len(lanes) else None, to_text, done is not None)
-        for index, name in enumerate(NAMES)
-    ]
-    end_s = max((lane.read()[-1].at_s for lane in lanes), default=0.0) if done else 0.0
-    words = PREPARED if race is None else f"Lane {max(len(lanes), 1)} of {len(NAMES)} {ALONE}"
-    if done:
-        words = f'<span class="until">{REPLAY}</span><span class="t">{result(done)}</span>'
+    is_done = race is not None and race.is_done
+    words = f"Lane {max(len(lanes), 1)} of {len(NAMES)} {ALONE}"
+    if race is None:
+        words = PREPARED
+    elif is_done:
+        words = f'<span class="until">{REPLAY}</span><span class="t">{result(race)}</span>'
+    end_s = max((lane.end_s for lane in lanes), default=0.0)
+    parts = [_lane(name, lane, to_text, is_done) for name, lane in zip_longest(NAMES, lanes)]
     return (
         f'<p class="result" style="--t:{end_s:.3f}s">{words}</p>'
         f'<div class="lanes">{"".join(parts)}</div>'
@@ -253,25 +253,26 @@ def _lane(name: str, lane: Lane | None, to_text: ToText, is_done: bool) -> str:
         return f'<article class="lane"><header><h3>{name}</h3></header>{_text([], False)}</article>'
     steps = lane.read()
     text = HighlightedText(to_text)
-    pieces = []
+    spans = []
     tokens: list[int] = []
     origins: list[bool] = []
+    num_shown = 0
     for step in steps:
-        num_before = len(text.update(tokens, origins))
         tokens += step.tokens
         origins += [index < step.num_accepted for index in range(len(step.tokens))]
-        new = text.update(tokens, origins, is_done and step is steps[-1])[num_before:]
-        shown = "".join(map(_piece, new))
-        pieces.append(
+        pieces = text.update(tokens, origins, is_done and step is steps[-1])
+        shown = "".join(map(_piece, pieces[num_shown:]))
+        num_shown = len(pieces)
+        spans.append(
             f'<span class="t" style="--t:{step.at_s:.3f}s;--n:{len(step.tokens)}">{shown}</span>'
         )
-    end_s = steps[-1].at_s if steps else 0.0
+    end_s = lane.end_s
     speed = f"{1e3 * lane.tpot_s:.1f} ms/token" if lane.tpot_s else ""
     length = f"{lane.tokens_per_step or 1:.1f} per step"
     return (
         f'<article class="lane {"replay" if is_done else "live"}" style="--end:{end_s:.3f}s">'
         f'<header><h3>{name}</h3><p><b class="t" style="--t:{end_s:.3f}s">{speed}</b></p></header>'
         f'<div class="track"><span></span></div><div class="text" tabindex="0"><pre>'
-        f"{''.join(pieces)}</pre></div>"
+        f"{''.join(spans)}</pre></div>"
         f'<p class="dim count"> tokens, {length}</p></article>'
     )

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
 from hf_slospec.batcher.handle import RequestHandle
-from hf_slospec.demo.generator import POLICIES, DemoGenerator
+from hf_slospec.demo.generator import DemoGenerator
 from hf_slospec.generate.speculator import clock
 
 NUM_TOKENS = 96  # new tokens of each lane, unless the text ends sooner
 NUM_WARM_UP = 4  # new tokens of each lane before the race, which are not shown
 NAMES = ("stock generate", "hf_slospec, no drafts", "hf_slospec with drafts")
-_numbers = itertools.count()  # of lanes: each has K/V and texts of its own
 
 
 class LaneStep(NamedTuple):
@@ -33,6 +33,11 @@ class Lane:
     """One of the three decodings. ``read`` returns its steps so far."""
 
     read: Callable[[], list[LaneStep]]
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the begin to the last step so far."""
+        return max((step.at_s for step in self.read()), default=0.0)
 
     @property
     def tokens(self) -> list[int]:
@@ -85,8 +90,7 @@ class Race:
         Raises:
             SLOSpecError: the prompt is refused, or decoding fails.
         """
-        chosen = demo.policy
-        policies = ("none", "auto" if chosen == "none" else chosen)
+        policies = ("none", "auto" if demo.policy == "none" else demo.policy)
         try:
             for policy in policies:
                 warm = self._submit(demo, policy, NUM_WARM_UP)
@@ -104,11 +108,11 @@ class Race:
             self.forwards = demo.generator.stats().forwards["target"]
             self.is_done = True
         finally:
-            demo.generator.set_policy(POLICIES[chosen])
+            demo.use(demo.policy)
 
     def _submit(self, demo: DemoGenerator, policy: str, num_tokens: int) -> RequestHandle:
-        demo.generator.set_policy(POLICIES[policy])  # the page goes on to show the chosen one
-        salt = f"race {next(_numbers)}"
+        demo.use(policy)
+        salt = uuid4().hex  # each lane has K/V and texts of its own
         return demo.submit(self.prompt, max_new_tokens=num_tokens, cache_salt=salt)
 
     @property

@@ -107,7 +107,7 @@ def prepare(
     report(f"{model}; drafts: {generator.drafter}")
     try:
         with activity("measuring speeds"):
-            generator.start()
+            generator.generator.start()
             requests = measured_requests(generator)
         sessions = DemoSessions(generator, clock)
         for persona, user_request in zip(PERSONAS, requests, strict=True):
@@ -150,14 +150,13 @@ def tpots_s(
     """Measure seconds per token of requests that are decoded together with a policy. Each is the
     smallest of several, which other processes disturbed least.
     """
-    chosen = generator.policy
-    generator.set_policy(policy)
+    generator.use(policy)
     tokens = {"min_new_tokens": 2, "max_new_tokens": num_tokens}
     repeats = []
     for _ in range(NUM_REPEATS):
         handles = [generator.submit(request.prompt, **tokens) for request in requests]
         repeats.append([handle.result().metrics.tpot_s or math.inf for handle in handles])
-    generator.set_policy(chosen)
+    generator.use(generator.policy)
     return [min(of_one) for of_one in zip(*repeats, strict=True)]
 
 

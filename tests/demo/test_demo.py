@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
 from hf_slospec.demo import cards, race, serve
-from hf_slospec.demo.generator import POLICIES, DemoGenerator, HighlightedText, TextPiece
+from hf_slospec.demo.generator import FIXED, DemoGenerator, HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
 from hf_slospec.demo.race import Lane, LaneStep, Race
 from hf_slospec.demo.serve import password_check
@@ -65,7 +65,7 @@ def sessions(generator):
         made.leave(visitor)
     for place in range(len(made._simulated)):
         made.stop(place)
-    generator.set_policy(POLICIES["auto"])
+    generator.set_policy("auto")
 
 
 def until(sessions, is_reached, visitor="a"):
@@ -271,7 +271,7 @@ class TestDemoSessions:
         assert texts[0] == texts[1]
 
     def test_policies_fit_into_the_generator(self):
-        assert max(map(max_nodes_per_request, POLICIES.values())) <= max_nodes_per_request(CONFIG)
+        assert max_nodes_per_request(FIXED) <= max_nodes_per_request(CONFIG)
 
     def test_a_prompt_that_is_too_long_shows_as_its_users_error(self, sessions):
         request = UserRequest(prompt="é☃" * (MAX_PROMPT_CHARS // 2), tpot_slo_ms=50)
