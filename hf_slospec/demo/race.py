@@ -100,9 +100,10 @@ class Race:
             recorder = Recorder()
             self.lanes.append(Lane(recorder, clock()))
             decode_stock(demo, prompt, NUM_TOKENS, recorder)
-            for self.policy in policies:
+            self.policy = policies[-1]
+            for policy in policies:
                 begun_s = clock()
-                handle = self._submit(demo, self.policy, NUM_TOKENS)
+                handle = self._submit(demo, policy, NUM_TOKENS)
                 self.lanes.append(Lane(handle, begun_s))
                 handle.result()
             self.forwards = demo.generator.stats().forwards["target"]
