@@ -104,21 +104,18 @@ def test_handles_results_and_generators_print_in_short(fresh):
 
 
 class Cells(PrintsAsTable):
-    def __init__(self, *rows, has_header=True):
-        self._rows = rows
-        self._has_header = has_header
-
     def _table(self):
-        return self._rows
+        return [("a", "<bb"), ("ccc", "d")]
 
 
 def test_tables():
-    rows = ("a", "<bb"), ("ccc", "d")
-    assert repr(Cells(*rows)) == "  a  <bb\nccc    d"
-    assert repr(Cells(*rows, has_header=False)) == "a    <bb\nccc  d"
-    first = "<tr><th>a</th><th>&lt;bb</th></tr>"
-    assert Cells(*rows)._repr_html_() == f"<table>{first}<tr><td>ccc</td><td>d</td></tr></table>"
-    assert Cells(*rows, has_header=False)._repr_html_().count("<th>") == 2
+    cells = Cells()
+    assert repr(cells) == "  a  <bb\nccc    d"
+    first = "<table><tr><th>a</th><th>&lt;bb</th></tr>"
+    assert cells._repr_html_() == f"{first}<tr><td>ccc</td><td>d</td></tr></table>"
+    cells._has_header = False
+    assert repr(cells) == "a    <bb\nccc  d"
+    assert cells._repr_html_().count("<th>") == 2
 
 
 WARNING = """
