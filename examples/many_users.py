@@ -72,7 +72,7 @@ def main(new_tokens: int = 60) -> None:
         time.sleep(0.2 * index)
         handles[name] = gen.submit(tiny_prompts()[index], max_new_tokens=new_tokens, **users[name])
         for _ in handles[name]:  # a real client would show the pieces of text
-            counts = ", ".join(f"{user} {len(own.token_ids)}" for user, own in handles.items())
+            counts = ", ".join(f"{who} {len(each.token_ids)}" for who, each in handles.items())
             show(f"tokens: {counts}")
 
     with gen, activity("serving") as show:

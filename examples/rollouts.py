@@ -38,8 +38,7 @@ def main(
         bench = Bench(model, draft, tokenizer, [PROMPT], 64, new_tokens, sampling=sampling)
         unaware = bench.ours(SLOSpecConfig(coupling=False))
         methods = [
-            bench.stock_method(1),
-            *bench.our_methods(1),
+            *bench.gain_methods(1),
             Method("without the noise", 1, unaware),
         ]
         samples = bench.run(methods, repeats, show)

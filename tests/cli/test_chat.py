@@ -95,21 +95,20 @@ def test_an_interrupt_stops_the_answer_and_keeps_its_text(conversation, monkeypa
     assert conversation.messages[-1] == {"role": "assistant", "content": said.out.rstrip("\n")}
 
 
-def test_figures_are_below_the_text_in_a_terminal(conversation, monkeypatch, capsys):
+def test_figures_are_below_the_text_in_a_terminal(monkeypatch, capsys):
     terminal = chat.Console(force_terminal=True, highlight=False, _environ={})
     monkeypatch.setattr(chat, "Console", lambda **_: terminal)
-    handle = conversation.ask(FIRST)
-    with chat._view(handle) as show:
+    with chat._view(lambda: "12 tokens, at" + " 9.9 ms per token" * 9) as show:
         show("one\ntw")
         show("o\nthree")
-    handle.result()
     out = capsys.readouterr().out
-    assert "tokens" in out
+    assert "12 tokens, at" in out and "…" in out  # in one line
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", out).splitlines()
     assert [line for line in lines if line in ("one", "two", "three")] == ["one", "two", "three"]
 
 
 def test_a_pace_that_is_no_number_is_refused(conversation):
-    for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(InvalidInputError, match="positive"):
-            conversation.set_slo(seconds)
+    for seconds in ("0", "-1", "nan", "inf"):
+        with pytest.raises(InvalidInputError, match=f"such as 0.05, or none; got {seconds}"):
+            conversation.command(f"/slo {seconds}")
+    assert conversation.slo_tpot is None

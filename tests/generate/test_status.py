@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_slospec
-from hf_slospec.request.tables import html_table, text_table
+from hf_slospec.request.tables import PrintsAsTable
 from tests.support.paths import ROOT
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
@@ -103,11 +103,19 @@ def test_handles_results_and_generators_print_in_short(fresh):
     assert hf_slospec.status(gen).done == hf_slospec.status(gen).done._replace(rows=1, tokens=11)
 
 
+class Cells(PrintsAsTable):
+    def _table(self):
+        return [("a", "<bb"), ("ccc", "d")]
+
+
 def test_tables():
-    assert text_table([("a", "bb"), ("ccc", "d")]) == "  a  bb\nccc   d"
-    assert text_table([("a", "bb"), ("ccc", "d")], to_right=False) == "a    bb\nccc  d"
-    assert html_table([("<", "b")]) == "<table><tr><th>&lt;</th><th>b</th></tr></table>"
-    assert html_table([("a", "b")], has_header=False).count("<th>") == 1
+    cells = Cells()
+    assert repr(cells) == "  a  <bb\nccc    d"
+    first = "<table><tr><th>a</th><th>&lt;bb</th></tr>"
+    assert cells._repr_html_() == f"{first}<tr><td>ccc</td><td>d</td></tr></table>"
+    cells._has_header = False
+    assert repr(cells) == "a    <bb\nccc  d"
+    assert cells._repr_html_().count("<th>") == 2
 
 
 WARNING = """
