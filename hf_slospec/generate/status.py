@@ -10,6 +10,7 @@ import torch
 from hf_slospec.errors import SLOSpecError
 from hf_slospec.generate.call import Decoder, Done
 from hf_slospec.generate.enable import decoder_of
+from hf_slospec.model.loading import check_causal_lm
 from hf_slospec.model.machine import size_and_place
 from hf_slospec.model.memory import MemoryUse
 from hf_slospec.request.tables import html_table, shown, text_table
@@ -70,7 +71,7 @@ def status(model: Any) -> SpeculationStatus:
     decoder = getattr(model, "decoder", None)
     if not isinstance(decoder, Decoder):
         decoder = decoder_of(model)
-        if decoder is None:
+        if decoder is None or decoder.model is not check_causal_lm("model", model):  # a deep copy
             return SpeculationStatus(_described(model), DISABLED, *[None] * 7)
     try:
         speculator = decoder.speculator

@@ -190,6 +190,12 @@ class RequestMetrics:
         return (self.tokens - 1) / self.steps if self.steps else None
 
     def __repr__(self) -> str:
+        """Return the table's cells in one line, for lists of metrics."""
+        _, *columns = zip(*MetricsOfRows([self])._table(), strict=True)
+        cells = (f"{name} {cell}" for name, cell in columns if cell != "-")
+        return f"<RequestMetrics: {', '.join(cells)}>"
+
+    def __str__(self) -> str:
         return repr(MetricsOfRows([self]))
 
     def _repr_html_(self) -> str:
