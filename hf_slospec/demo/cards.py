@@ -239,9 +239,8 @@ def result(race: Race) -> str:
     same = f"All three wrote the same {num_tokens} tokens."
     if num_same < num_tokens:
         same = f"The first {num_same} tokens are the same; half precision rounds differently after."
-    steps = (
-        f"by {'faster' if steps_s <= stock_s else 'slower'} steps (forwards {escape(race.forwards)})"
-    )
+    pace = "faster" if steps_s <= stock_s else "slower"
+    steps = f"by {pace} steps (forwards {escape(race.forwards)})"
     factors = (
         f"<b>{stock_s / steps_s:.1f}x</b> {steps} &times; <b>{steps_s / drafts_s:.1f}x</b> by drafts "
         f"({race.policy}: {race.lanes[-1].tokens_per_step:.2f} tokens per step)"

@@ -46,7 +46,6 @@ from hf_slospec.model.loading import (
 )
 from hf_slospec.model.properties import input_device
 
-
 CAUSAL_LMS = {
     name
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
