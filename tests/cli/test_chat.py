@@ -30,7 +30,8 @@ def written_by_stock(text):
 def test_lines_of_a_pipe_are_answered_as_by_stock_generate():
     first = written_by_stock(FIRST)
     commands = ["/policy", "/slo 10", "/slo", "/policy none", "", "/nothing", "/slo x"]
-    lines = [FIRST, *commands, "/policy nothing", "/help", SECOND, "/clear", FIRST, "/quit", "never"]
+    commands += ["/policy nothing", "/help"]
+    lines = [FIRST, *commands, SECOND, "/clear", FIRST, "/quit", "never"]
     result = RUN.invoke(app, ["chat", *OPTIONS], input="\n".join(lines))
     assert result.exit_code == 0, result.output
     second = written_by_stock(f"{FIRST}{first}\n{SECOND}")
