@@ -48,7 +48,7 @@ from hf_slospec.model.sampling import StockSampler
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.params import RequestParams, SubmitOptions
 from hf_slospec.request.request import NewNoise, Request
-from hf_slospec.request.slo import SLOTpot, Stages, log_long_slos, parse_slo
+from hf_slospec.request.slo import SLOTpot, Stages, parse_slo
 
 # Inputs that stock generate prepares and that speculation handles or may ignore; other inputs are
 # refused.
@@ -242,7 +242,6 @@ def _check(
         slo_tpot,
         None if tokenizer is None else lambda text: StopStrings(tokenizer, text).ends,
     )
-    log_long_slos(slo)
     speculator.renew(is_idle)
     return slo
 
