@@ -245,7 +245,7 @@ def result(race: Race) -> str:
         f"<b>{stock_s / steps_s:.1f}x</b> {steps} &times; <b>{steps_s / drafts_s:.1f}x</b> by drafts "
         f"({race.policy}: {race.lanes[-1].tokens_per_step:.2f} tokens per step)"
     )
-    if not any(step.num_accepted for step in race.lanes[-1].read()):
+    if not any(race.lanes[-1].source.from_draft):
         factors = f"{steps}; no draft was accepted, so drafts gained nothing"
     return (
         f"<b>{stock_s / drafts_s:.1f} times the speed of stock generate</b>: "
