@@ -8,7 +8,6 @@ the graph; ``compiled.py`` starts the process and later loads the package.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -30,6 +29,11 @@ import transformers
 from hf_slospec.cpu import joined_linears, operators, twin
 from hf_slospec.cpu.twin import GraphDescription, Interface, export_graph
 from hf_slospec.model.machine import kept_file, write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is compiled
+    fcntl = None  # type: ignore[assignment]  # the module or nothing
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +233,8 @@ def no_compiler() -> Iterator[None]:
         OSError: the cache directory cannot be written.
     """
     with open(kept_file("compiled", "", "").parent / LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_SH)
         yield
 
 

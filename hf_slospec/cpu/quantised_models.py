@@ -18,6 +18,7 @@ from hf_slospec.cpu.formats import codes_of_torchao, gguf_file, gguf_weights
 from hf_slospec.cpu.quantised import GROUP, NAMES, Codes, QuantisedMatrix, quantise
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.errors import InvalidFileError, UnsupportedOptionError
+from hf_slospec.model.host_memory import return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ def _replace(model: nn.Module, sources: Sources) -> None:
         num_bytes += matrix.num_bytes
         del sources[key], weight, read
     if kinds:
+        return_freed_memory()
         parts = ", ".join(f"{number} in {name}" for name, number in kinds.items())
         name = type(model).__name__
         logger.info("packed weights of %s: %s; %.0f MiB", name, parts, num_bytes / 2**20)

@@ -239,12 +239,17 @@ def result(race: Race) -> str:
     same = f"All three wrote the same {num_tokens} tokens."
     if num_same < num_tokens:
         same = f"The first {num_same} tokens are the same; half precision rounds differently after."
+    pace = "faster" if steps_s <= stock_s else "slower"
+    steps = f"by {pace} steps (forwards {escape(race.forwards)})"
+    factors = (
+        f"<b>{stock_s / steps_s:.1f}x</b> {steps} &times; <b>{steps_s / drafts_s:.1f}x</b> by drafts "
+        f"({race.policy}: {race.lanes[-1].tokens_per_step:.2f} tokens per step)"
+    )
+    if not any(race.lanes[-1].source.from_draft):
+        factors = f"{steps}; no draft was accepted, so drafts gained nothing"
     return (
         f"<b>{stock_s / drafts_s:.1f} times the speed of stock generate</b>: "
-        f"{1e3 * stock_s:.1f} → {1e3 * drafts_s:.1f} ms per token = "
-        f"<b>{stock_s / steps_s:.1f}x</b> by faster steps (forwards {escape(race.forwards)}) &times; "
-        f"<b>{steps_s / drafts_s:.1f}x</b> by drafts "
-        f"({race.policy}: {race.lanes[-1].tokens_per_step:.1f} tokens per step). {same}"
+        f"{1e3 * stock_s:.1f} → {1e3 * drafts_s:.1f} ms per token, {factors}. {same}"
     )
 
 

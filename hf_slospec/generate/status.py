@@ -10,6 +10,7 @@ import torch
 from hf_slospec.errors import SLOSpecError
 from hf_slospec.generate.call import Decoder, Done
 from hf_slospec.generate.enable import decoder_of
+from hf_slospec.model.loading import check_causal_lm
 from hf_slospec.model.machine import size_and_place, weight_formats
 from hf_slospec.model.memory import MemoryUse
 from hf_slospec.request.tables import PrintsAsTable, shown
@@ -64,6 +65,8 @@ def status(model: Any) -> SpeculationStatus:
     decoder = getattr(model, "decoder", None)
     if not isinstance(decoder, Decoder):
         decoder = decoder_of(model)
+        if decoder is not None and decoder.model is not check_causal_lm("model", model):
+            decoder = None  # the model is a deep copy of the enabled one
     described = model if decoder is None else decoder.model
     facts = f"{type(described).__name__}, {size_and_place(described)}", weight_formats(described)
     if decoder is None:

@@ -254,7 +254,7 @@ def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
         ):
             raise UnsupportedModelError(
                 f"{name} has a PEFT adapter that puts virtual tokens before the prompt, which cannot be "
-                "speculated; use an adapter of its layers, such as LoRA, or call generate without slo_tpot"
+                "speculated; use an adapter of its layers, such as LoRA, or use stock generate (fallback=True)"
             )
         model = model.get_base_model()
     if hasattr(model, "_orig_mod"):

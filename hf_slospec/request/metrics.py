@@ -192,6 +192,15 @@ class RequestMetrics(PrintsAsTable):
     def _table(self) -> list[tuple[str, ...]]:
         return MetricsOfRows([self])._table()
 
+    def __repr__(self) -> str:
+        """Return the table's cells in one line, for lists of metrics."""
+        _, *columns = zip(*self._table(), strict=True)
+        cells = (f"{name} {cell}" for name, cell in columns if cell != "-")
+        return f"<RequestMetrics: {', '.join(cells)}>"
+
+    def __str__(self) -> str:
+        return super().__repr__()
+
 
 COLUMNS = (
     *("row", "tokens", "SLO ms/token", "ms/token", "first token ms", "attained"),

@@ -29,7 +29,8 @@ def written_by_stock(text):
 
 def test_lines_of_a_pipe_are_answered_as_by_stock_generate():
     first = written_by_stock(FIRST)
-    commands = ["/slo 10", "/policy none", "", "/nothing", "/slo x", "/policy nothing", "/help"]
+    commands = ["/policy", "/slo 10", "/slo", "/policy none", "", "/nothing", "/slo x"]
+    commands += ["/policy nothing", "/help"]
     lines = [FIRST, *commands, SECOND, "/clear", FIRST, "/quit", "never"]
     result = RUN.invoke(app, ["chat", *OPTIONS], input="\n".join(lines))
     assert result.exit_code == 0, result.output
@@ -39,7 +40,8 @@ def test_lines_of_a_pipe_are_answered_as_by_stock_generate():
     assert said.count("no chat template") == 1
     assert said.count("12 tokens, ") == 3 and said.count("SLO of 10000 ms met") == 2
     assert "tokens per step" in said and said.count("nothing drafted") == 2
-    assert "policy: none" in said and "SLO: 10000 ms" in said
+    assert "policy: auto\n" in said and "policy: none\n" in said
+    assert said.count("SLO: 10000 ms\n") == 2
     assert "/nothing is no command" in said and "got x" in said
     assert "there is no policy 'nothing'" in said
     assert "the conversation is empty" in said
@@ -92,6 +94,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_its_text(conversation, monkeypa
     chat._answer(conversation, FIRST, chat.Console(stderr=True))
     said = capsys.readouterr()
     assert "stopped" in said.err
+    assert said.out.endswith("\n")  # before "stopped"
     assert conversation.messages[-1] == {"role": "assistant", "content": said.out.rstrip("\n")}
 
 

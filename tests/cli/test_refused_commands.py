@@ -17,6 +17,7 @@ REFUSED = [
     ("bench --target ./nowhere", "--target ./nowhere: there is no folder ./nowhere"),
     ("bench --target org/name", "--target org/name: org/name is neither a folder nor a repository"),
     ("bench --size 7T", "--size"),
+    ("bench --batch 0", "--batch"),
     ("bench --config '{\"max_depht\": 1}'", "max_depht: Extra inputs are not permitted  "),
     ("bench --dtype float7", "--dtype"),
     ("bench --device abacus", "--device abacus"),

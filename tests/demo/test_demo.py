@@ -401,10 +401,13 @@ class TestRace:
         assert "4.0 times the speed of stock generate" in said
         assert "100.0 → 25.0 ms per token" in said
         assert "2.0x</b> by faster steps (forwards compiled)" in said
-        assert "2.0x</b> by drafts (auto: 4.0 tokens per step)" in said
+        assert "2.0x</b> by drafts (auto: 4.00 tokens per step)" in said
         assert "the same 9 tokens" in said
         lanes[2] = lane((0.2, [0], 0), (0.3, [1, 7], 1))
         assert "The first 2 tokens are the same" in cards.result(shown)
+        lanes[2] = lane((0.2, [0], 0), (0.3, [1], 0), (0.4, [2], 0))
+        assert "no draft was accepted" in cards.result(shown)
+        assert "by drafts" not in cards.result(shown)
         lanes[2] = lane((0.2, [0], 0))
         assert "a single token" in cards.result(shown)
 

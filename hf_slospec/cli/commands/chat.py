@@ -17,7 +17,7 @@ from hf_slospec.cli.activity import can_update
 from hf_slospec.cli.commands.generate import INTERRUPTED, sampling_of, started, summary
 from hf_slospec.cli.options import ConfigJSON, ExactName, config_of, usage_errors, with_models
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.request.slo import parse_slo
+from hf_slospec.request.slo import LEAST_SLO_S, parse_slo
 from hf_slospec.server.model_options import logged_afterwards
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 HELP = """\
 /slo 0.05     TPOT SLO of the next answers, in seconds per token; /slo none: no SLO
 /policy none  policy of the next answers: auto, adaserve, fixed, none
+              /slo and /policy alone show what is set
 /clear        forget the conversation
 /help         this list
 /quit         leave, as Ctrl-D does; Ctrl-C stops an answer"""
@@ -37,7 +38,8 @@ UPDATES_PER_S = 8  # how often the status line is updated per second
 def chat(
     fields: dict[str, Any],
     slo_tpot: Annotated[
-        float | None, typer.Option(help="TPOT SLO in seconds per token. Default: none.")
+        float | None,
+        typer.Option(min=LEAST_SLO_S, help="TPOT SLO in seconds per token. Default: none."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
     max_new_tokens: Annotated[
@@ -139,13 +141,17 @@ class Conversation:
         if name == "/clear":
             self.clear()
             return "the conversation is empty"
-        if name == "/policy" and argument:
-            self.generator.set_policy(argument)
-            return f"policy: {argument}"
-        if name == "/slo" and argument:
+        if name == "/policy":
+            if argument:
+                self.generator.set_policy(argument)
+            decoder = self.generator.decoder
+            return f"policy: {(decoder.batcher_config or decoder.config).policy}"
+        if name == "/slo":
             try:
-                seconds = None if argument == "none" else float(argument)
-                parse_slo(seconds)
+                seconds = self.slo_tpot
+                if argument:
+                    seconds = None if argument == "none" else float(argument)
+                    parse_slo(seconds)
             except ValueError as error:
                 raise InvalidInputError(
                     f"/slo takes seconds per token, such as 0.05, or none; got {argument}"
@@ -227,8 +233,10 @@ def _view(figures: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     """
     output = Console(highlight=False, markup=False)
     if not can_update(output):
-        yield lambda piece: print(piece, end="", flush=True)
-        print(flush=True)
+        try:
+            yield lambda piece: print(piece, end="", flush=True)
+        finally:
+            print(flush=True)
         return
     last_line = ""
 

@@ -20,6 +20,7 @@ from hf_slospec.cli.options import (
     usage_errors,
     with_models,
 )
+from hf_slospec.request.slo import LEAST_SLO_S
 from hf_slospec.server.model_options import ModelOptions, logged_afterwards
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     slo_tpot: Annotated[
-        float | None, typer.Option(help="TPOT SLO in seconds per token. Default: none.")
+        float | None,
+        typer.Option(min=LEAST_SLO_S, help="TPOT SLO in seconds per token. Default: none."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
     temperature: Annotated[
