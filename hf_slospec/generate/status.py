@@ -25,7 +25,7 @@ class SpeculationStatus:
     enabled: str  # which calls are speculated, or why none is
     drafter: str | None  # kind of drafting method; None: not enabled, as for the fields below
     policy: str | None
-    # How the forwards of "target" and "draft" are computed: compiled, or eager with the reason.
+    # How the forwards of "target" and "draft" are computed: compiled, cuda_graphs, or eager and why.
     forwards: dict[str, str] | None
     attention: str | None  # attention backend of eager forwards
     exactness: str | None  # how outputs compare with those of stock generate

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_slospec.model.batch import CachedSequence
+from hf_slospec.model.checksum import PLAIN
 from hf_slospec.model.loading import listed, not_finite
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
@@ -27,7 +28,6 @@ from hf_slospec.model.properties import (
     trained_len,
 )
 from hf_slospec.model.tree_mask import chain, chain_and_tree
-from hf_slospec.model.version import PLAIN
 from hf_slospec.tree.tree import TokenTree
 
 # Accepted error, as a multiple of the error between plain forwards with different batch sizes. It
