@@ -162,7 +162,9 @@ class ConstantMask(LogitsProcessor):
     def __init__(self, processor: Any):
         self._processor = processor
         self.ignores_sequence = type(processor) in IGNORE_SEQUENCE
-        self._applies = BY_LENGTH.get(type(processor), lambda own, length: True)
+        self._applies: Callable[[Any, int], Hashable] = BY_LENGTH.get(
+            type(processor), lambda own, length: True
+        )
         self._mask = torch.empty(0, dtype=torch.bool, device="cpu")  # [vocab]
 
     def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
