@@ -151,7 +151,7 @@ class StockSampler:
     def _processed_together(
         self, raw: torch.Tensor, positions_and_rows: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Process nodes, with one call for all whose lengths make no difference to the processors.
+        """Apply the processors to nodes, in one call for all whose lengths make no difference to them.
         -> [num_nodes, vocab] f32
 
         Args:
