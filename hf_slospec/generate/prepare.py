@@ -23,7 +23,8 @@ from hf_slospec.generate.processors import (
     draft_processors,
     ignore_sequence,
     is_users,
-    processors_of_row,
+    processors_of_rows,
+    reads_of_length,
 )
 from hf_slospec.generate.prompt import CallInputs, check_ids, prompt_reader
 from hf_slospec.generate.rows import Rows, StopStrings, pad_token
@@ -93,11 +94,11 @@ class Call:
         # noise in the same order as stock. The rows of a batch cannot in any case.
         may_draw = has_callbacks and seed is None and num_rows == 1 and self.stock.config.do_sample
         return StockSampler(
-            [processors_of_row(self.stock.processors, row, num_rows) for row in range(num_rows)],
+            processors_of_rows(self.stock.processors, num_rows),
             self.stock.config.do_sample,
             self.rows.input_ids.tolist(),
             self.rows.input_ids.device,
-            ignore_sequence(self.stock.processors) and not may_draw,
+            None if may_draw else reads_of_length(self.stock.processors),
             self.rows.record,
             seed,
             sharing,

@@ -27,7 +27,8 @@ class SpeculationStatus(PrintsAsTable):
     enabled: str  # which calls are speculated, or why none is
     drafter: str | None = None  # kind of drafting method; None: not enabled, as for those below
     policy: str | None = None
-    # How the forwards of "target" and "draft" are computed: compiled, or eager with the reason.
+    # How the forwards of "target" and "draft" are computed: compiled, cuda_graphs, or
+    # eager with the reason.
     forwards: dict[str, str] | None = None
     attention: str | None = None  # attention backend of eager forwards
     exactness: str | None = None  # how outputs compare with those of stock generate
