@@ -46,7 +46,8 @@ def _q4_1(blocks: np.ndarray) -> Codes:
 def _with_fifth(blocks: np.ndarray) -> np.ndarray:
     """Return codes of 5 bits: 4 bytes of fifth bits, then 16 bytes of nibbles."""
     fifth = np.unpackbits(blocks[..., :4], axis=-1, bitorder="little")
-    return _nibbles(blocks[..., 4:]) | fifth << 4
+    codes: np.ndarray = _nibbles(blocks[..., 4:]) | fifth << 4
+    return codes
 
 
 def _q5_0(blocks: np.ndarray) -> Codes:
@@ -188,7 +189,7 @@ def _of_header(model: Any, header: Any) -> dict[str, Callable[[], Codes]]:
     mapping = get_gguf_conversion_mapping(header.architecture, model.config)
     _, packable, permuted = get_gguf_plan(header, mapping)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    renamings: list[Any] = [each for each in mapping if not isinstance(each, WeightConverter)]
     found = dict[str, Callable[[], Codes]]()
     for stored, tensor in load_gguf_state_dict(header).items():
         name, pattern = rename_source_key(stored, renamings, converters)
@@ -216,9 +217,10 @@ def _of_file(model: Any, path: str) -> dict[str, Callable[[], Codes]]:
     from transformers import modeling_gguf_pytorch_utils as loader
 
     reader = gguf.GGUFReader(path)
-    architecture = loader.read_field(reader, "general.architecture")[0]
+    (architecture,) = loader.read_field(reader, "general.architecture")
     config = loader.load_gguf_checkpoint(path)["config"]
-    processor = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)(config=config)
+    new_processor: Any = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)
+    processor = new_processor(config=config)
     names = loader.get_gguf_hf_weights_map(model, processor)
     found = dict[str, Callable[[], Codes]]()
     for tensor in reader.tensors:

@@ -118,7 +118,8 @@ def _joined(shifted: torch.Tensor, num_vectors: int) -> torch.Tensor:
     """
     flat = shifted.flatten(3).unflatten(3, (num_vectors, -1))
     # Different bits are set in each of them, so their sum is their union.
-    return flat.sum(-1, dtype=torch.int32).permute(0, 2, 3, 1).contiguous()
+    joined: torch.Tensor = flat.sum(-1, dtype=torch.int32).permute(0, 2, 3, 1).contiguous()
+    return joined
 
 
 def quantise(weight: torch.Tensor, bits: int) -> Codes:

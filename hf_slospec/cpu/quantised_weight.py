@@ -27,7 +27,7 @@ class QuantisedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, matrix: QuantisedMatrix, dtype: torch.dtype) -> QuantisedWeight:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, (matrix.outputs, matrix.inputs), dtype=dtype, device="cpu"
+            cls, (matrix.outputs, matrix.inputs), dtype=dtype, device=torch.device("cpu")
         )
         made.matrix = matrix
         return made
@@ -52,7 +52,8 @@ class QuantisedWeight(torch.Tensor):
 
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
-            return self.__dict__["matrix"].tensors[name]
+            tensor: torch.Tensor = self.__dict__["matrix"].tensors[name]
+            return tensor
         except KeyError:
             raise AttributeError(name) from None
 
@@ -72,10 +73,10 @@ class QuantisedWeight(torch.Tensor):
                 return weight.matrix(input, bias)
         if func is F.embedding and type(args[1]) is cls:
             return args[1].matrix.rows(args[0]).to(args[1].dtype)
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}

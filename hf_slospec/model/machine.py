@@ -262,7 +262,9 @@ def weight_formats(model: Any) -> str:
     weights = {weight: weight for weight in model.parameters() if weight.ndim > 1}
     formats = Counter(map(_format_of, weights))
     # Libraries that keep integers in buffers: GPTQ, AWQ.
-    formats += Counter(type(each).__name__ for each in model.modules() if "qweight" in each._buffers)
+    formats += Counter(
+        type(each).__name__ for each in model.modules() if "qweight" in each._buffers
+    )
     return ", ".join(f"{number} of {name}" for name, number in formats.items())
 
 

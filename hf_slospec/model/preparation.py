@@ -19,7 +19,7 @@ def register_preparation(preparation: Preparation) -> None:
 
 
 def prepare(model: Any, config: SLOSpecConfig) -> None:
-    """Let plugins prepare a model.
+    """Prepare a model by the functions of plugins.
 
     Raises:
         UnsupportedOptionError: see the plugins' functions.

@@ -75,7 +75,9 @@ def test_quantising_is_as_close_as_gguf(bits, error):
     ours = QuantisedMatrix(quantise(weight, bits)).dequantised()
     kind = gguf.GGMLQuantizationType.Q8_0 if bits == 8 else gguf.GGMLQuantizationType.Q4_0
     theirs = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
-    ours_error, theirs_error = (float((each - weight).norm() / weight.norm()) for each in (ours, theirs))
+    ours_error, theirs_error = (
+        float((each - weight).norm() / weight.norm()) for each in (ours, theirs)
+    )
     assert ours_error < error
     assert ours_error == pytest.approx(theirs_error, rel=0.01)
     zeros = QuantisedMatrix(quantise(torch.zeros(16, 32), bits))

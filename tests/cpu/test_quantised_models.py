@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_slospec
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError
-from hf_slospec.errors import InvalidFileError
 from hf_slospec.cpu.quantised_models import pack_weights
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
+from hf_slospec.errors import InvalidFileError
 from tests.support.stock_matrix import model_of
 from tests.support.toys.gguf_files import write_gguf
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_copy
@@ -88,12 +88,16 @@ def test_weights_of_gguf_files(tmp_path, caplog, name, kind):
         with torch.no_grad():
             packable(each)[1].weight[3, 5] += 0.25
     with caplog.at_level(logging.INFO, "hf_slospec.cpu.quantised_models"):
-        settings = EAGER | (dict(weights=str(tmp_path / "tiny.gguf")) if name.startswith("Lfm2") else {})
+        settings = EAGER | (
+            dict(weights=str(tmp_path / "tiny.gguf")) if name.startswith("Lfm2") else {}
+        )
         ours = SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(**settings))
     number = len({layer.weight for layer in packable(stock)}) - 1
     assert len(packed_weights(model)) == number > 5
     assert f"{number} in {4 if kind == 'Q4_0' else 8} bits" in caplog.text
-    assert_same_as_stock(stock, ours.generate, ragged_prompts(3), do_sample=False, max_new_tokens=20)
+    assert_same_as_stock(
+        stock, ours.generate, ragged_prompts(3), do_sample=False, max_new_tokens=20
+    )
 
 
 def test_kept_weights_stay(tmp_path):
@@ -106,21 +110,26 @@ def test_kept_weights_stay(tmp_path):
 
 def test_what_cannot_be_quantised_is_refused():
     model = tiny_copy("llama")
-    with pytest.raises(UnsupportedOptionError, match="weights='int8' is not possible: .*exact='self'"):
+    with pytest.raises(
+        UnsupportedOptionError, match=r"weights='int8' is not possible: .*exact='self'"
+    ):
         hf_slospec.enable(model, "lookup", config=SLOSpecConfig(weights="int8", exact="self"))
     assert not packed_weights(model)
     hf_slospec.enable(model, "lookup", config=SLOSpecConfig(weights="int8", **EAGER))
     hf_slospec.disable(model)
     hf_slospec.enable(model, "lookup", config=SLOSpecConfig(weights="int8", **EAGER))
     hf_slospec.disable(model)
-    with pytest.raises(UnsupportedOptionError, match="is quantised already, .* to 4 bits"):
+    with pytest.raises(UnsupportedOptionError, match=r"is quantised already, .* to 4 bits"):
         hf_slospec.enable(model, "lookup", config=SLOSpecConfig(weights="int4", **EAGER))
 
 
 def test_files_that_are_not_the_models(tmp_path):
     write_gguf(model_of("llama"), tmp_path / "tiny.gguf", "Q8_0")
     model = tiny_copy("llama")
-    for name, match in (("tiny", "none of the model's weights are those of the file"), ("no", "no such file")):
+    for name, match in (
+        ("tiny", "none of the model's weights are those of the file"),
+        ("no", "no such file"),
+    ):
         config = SLOSpecConfig(weights=str(tmp_path / f"{name}.gguf"), **EAGER)
         with pytest.raises(InvalidFileError, match=match):
             hf_slospec.enable(model, "lookup", config=config)
