@@ -1,4 +1,4 @@
-"""What plugins do with a model before its forwards are made."""
+"""Preparation of a model by plugins, before its forwards are made."""
 
 from __future__ import annotations
 
