@@ -46,8 +46,8 @@ VERBS = set(
     Drop Empty End Enqueue Evict Exclude Fill Find Fit Forget Forward Free Give Grow Guarantee Halve Hand Handle Import
     Join Keep Lay Learn Leave Let Limit List Load Log Make Mark Measure Move Pad Pass Plot Preempt Prefill Prepare Print
     Probe Propose Publish Quantise Queue Raise Read Recall Recognise Record Reduce Refuse Register Release Report Remove
-    Replace Reserve Reset Resize Return Rotate Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Store Stream
-    Submit Take Time Train Translate Update Use Validate View Wait Walk Wrap Write Yield
+    Replace Reserve Reset Resize Return Rotate Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Store
+    Stream Submit Take Time Train Translate Update Use Validate View Wait Walk Wrap Write Yield
     """.split()
 ) | {"Context"}  # "Context manager that ..."
 BANNED = (
