@@ -135,3 +135,16 @@ def test_files_that_are_not_the_models(tmp_path):
             hf_slospec.enable(model, "lookup", config=config)
     with pytest.raises(InvalidInputError, match="weights"):
         SLOSpecConfig(weights="int3")
+
+
+@pytest.mark.nightly
+def test_compiled_forwards_with_an_embedding_that_scales_its_rows():
+    model = tiny_copy("gemma3")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    config = SLOSpecConfig(weights="int8", compile="wait")
+    ours = SLOSpecGenerator(model, drafter="lookup", config=config)
+    assert ours.stats().forwards == {"target": "compiled"}
+    assert_same_as_stock(
+        dequantised(model), ours.generate, ragged_prompts(3), do_sample=False, max_new_tokens=20
+    )
+    assert ours.stats().forwards == {"target": "compiled"}
