@@ -118,7 +118,7 @@ def _unchanged(weight: torch.Tensor, read: Callable[[], Codes]) -> Codes | None:
     tolerance = 4 * torch.finfo(weight.dtype).eps
     for begin in range(0, len(weight), ROWS):
         part = weight.detach()[begin : begin + ROWS].float()
-        stored = matrix.rows(torch.arange(begin, begin + len(part)))
+        stored = matrix.rows(torch.arange(begin, begin + len(part), device="cpu"))
         if not torch.linalg.norm(stored - part) <= tolerance * torch.linalg.norm(part):
             return None
     return codes

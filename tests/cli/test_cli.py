@@ -52,9 +52,12 @@ def test_bench_writes_table_and_json(tmp_path):
 
 def test_bench_waits_for_the_compiler(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        benchmark, "SLOSpecGenerator", lambda *given, **_: seen.append(given[3].compile)
-    )
+
+    class Generator:
+        def __init__(self, *given, **_):
+            seen.append(given[3].compile)
+
+    monkeypatch.setattr(benchmark, "SLOSpecGenerator", Generator)
     bench = benchmark.Bench(*load_tiny_pair(), tiny_prompts(), 8, 4)
     for config in (None, SLOSpecConfig(compile=False)):
         bench.ours(config)

@@ -31,7 +31,7 @@ REFUSED = [
     ("generate ''", "empty"),
     ("generate --file nowhere.txt", "nowhere.txt"),
     ("generate TEXT --file nowhere.txt", "not both"),
-    ("generate TEXT --slo-tpot -1", "slo_tpot"),
+    ("generate TEXT --slo-tpot -1", "--slo-tpot"),
     ("generate TEXT --top-p 2", "--top-p"),
     ("generate TEXT --max-new-tokens 0", "--max-new-tokens"),
     ("generate TEXT --size 7T", "--size"),

@@ -28,6 +28,8 @@ def with_torchao(name):
     return quantise
 
 
+KEPT = CONFIG.model_copy(update={"weights": "keep"})  # on a CPU, they would be packed
+
 FORMATS = {
     "int8": (with_torchao("Int8WeightOnlyConfig"), ("qdata", "scale")),
     "fp8": (with_torchao("Float8WeightOnlyConfig"), ("qdata", "scale")),
@@ -63,7 +65,7 @@ def replace_component(weight, path):
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_models_are_captured(tapes, name):
     model = quantised(name)
-    generator = SLOSpecGenerator(model, config=CONFIG)
+    generator = SLOSpecGenerator(model, config=KEPT)
     assert generator.stats().forwards["target"] == "eager: no forward has recurred yet"
     for _ in range(2):
         assert_same_as_stock(
@@ -113,7 +115,7 @@ def test_weights_may_become_quantised(tapes):
 def test_captures_that_fail_are_reported(tapes, name, monkeypatch):
     monkeypatch.setattr("hf_slospec.cuda.captured.capturer_for", lambda device: BrokenTapes())
     model = quantised(name)
-    generator = SLOSpecGenerator(model, config=CONFIG)
+    generator = SLOSpecGenerator(model, config=KEPT)
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
     how = generator.stats().forwards["target"]
     assert how.startswith("eager: a forward cannot be captured") and "not permitted" in how
@@ -142,6 +144,7 @@ def test_sparse_and_offloaded_weights_are_not_captured():
 
 def test_status_without_graphs_says_why(tapes):
     generator = SLOSpecGenerator(
-        tiny_model("llama"), config=SLOSpecConfig(attention="flash", cuda_graphs=False)
+        tiny_model("llama"),
+        config=SLOSpecConfig(attention="flash", cuda_graphs=False, compile=False),
     )
     assert generator.stats().forwards["target"].startswith("eager: ")
