@@ -23,9 +23,9 @@ from hf_slospec.model.host_memory import return_freed_memory
 logger = logging.getLogger(__name__)
 
 BITS = {"int8": 8, "int4": 4}  # by SLOSpecConfig(weights=...)
-ROWS = 4096  # of a weight that are compared at a time
-# By the id of a weight: the weight, and what makes its codes; None: they are not its values.
-Sources = dict[int, tuple[Any, Callable[[], Codes | None]]]
+ROWS = 4096  # number of rows that are compared at a time
+# By the id of a weight: the weight, and what packs it; None: it has been changed, and stays.
+Sources = dict[int, tuple[Any, Callable[[], QuantisedMatrix | None]]]
 
 
 def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
@@ -49,11 +49,12 @@ def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
         sources = _stored(model, gguf_file(model) if asked == "auto" else asked)
     if not sources:
         return
-    if (why_not := _why_not(config)) is None:
-        _replace(model, sources)
-    if asked != "auto" and why_not is not None:
-        raise UnsupportedOptionError(f"weights={asked!r} is not possible: {why_not}")
-    if why_not is None and asked.endswith(".gguf") and not any(map(_is_packed, model.parameters())):
+    if (why_not := _why_not(config)) is not None:
+        if asked != "auto":
+            raise UnsupportedOptionError(f"weights={asked!r} is not possible: {why_not}")
+        return
+    _replace(model, sources)
+    if asked.endswith(".gguf") and not any(map(_is_packed, model.parameters())):
         raise InvalidFileError(
             f"weights={asked!r}: none of the model's weights are those of the file, from which the "
             "model must have been loaded, by from_pretrained(folder, gguf_file=...)"
@@ -107,21 +108,24 @@ def _stored(model: nn.Module, file: str | None) -> Sources:
             if name in of_file:
                 found[id(weight)] = weight, functools.partial(_unchanged, weight, of_file[name])
         elif codes_of_torchao(weight) is not None:
-            found[id(weight)] = weight, functools.partial(codes_of_torchao, weight)
+            found[id(weight)] = weight, functools.partial(_packed, codes_of_torchao, weight)
     return found
 
 
-def _unchanged(weight: torch.Tensor, read: Callable[[], Codes]) -> Codes | None:
-    """Return the codes of a weight; None if it has been changed since it was read from its file."""
-    codes = read()
-    matrix = QuantisedMatrix(codes)
+def _packed(read: Callable[..., Any], *arguments: Any) -> QuantisedMatrix:
+    return QuantisedMatrix(read(*arguments))
+
+
+def _unchanged(weight: torch.Tensor, read: Callable[[], Codes]) -> QuantisedMatrix | None:
+    """Return a packed weight; None if it has been changed since it was read from its file."""
+    matrix = _packed(read)
     tolerance = 4 * torch.finfo(weight.dtype).eps
     for begin in range(0, len(weight), ROWS):
         part = weight.detach()[begin : begin + ROWS].float()
         stored = matrix.rows(torch.arange(begin, begin + len(part), device="cpu"))
         if not torch.linalg.norm(stored - part) <= tolerance * torch.linalg.norm(part):
             return None
-    return codes
+    return matrix
 
 
 def _quantising(model: nn.Module, bits: int) -> Sources:
@@ -140,7 +144,7 @@ def _quantising(model: nn.Module, bits: int) -> Sources:
             )
         is_dense = type(weight) is nn.Parameter and weight.is_floating_point()
         if type(layer) is nn.Linear and is_dense and weight.shape[1] % GROUP == 0:
-            found[id(weight)] = weight, functools.partial(quantise, weight, bits)
+            found[id(weight)] = weight, functools.partial(_packed, quantise, weight, bits)
     return found
 
 
@@ -151,17 +155,17 @@ def _replace(model: nn.Module, sources: Sources) -> None:
         places.setdefault(id(weight), []).append(layer)
     kinds = Counter[str]()
     num_bytes = 0
-    for key, (weight, read) in list(sources.items()):
+    for key in list(sources):
+        weight, pack = sources.pop(key)  # the last references to the dense weight but the layers'
         with torch.no_grad(), torch.inference_mode(False):
-            if (codes := read()) is None:
+            if (matrix := pack()) is None:
                 continue
-            matrix = QuantisedMatrix(codes)
             packed = nn.Parameter(QuantisedWeight(matrix, weight.dtype), requires_grad=False)
         for layer in places[key]:
             layer._parameters["weight"] = packed
         kinds[NAMES[matrix.bits]] += 1
         num_bytes += matrix.num_bytes
-        del sources[key], weight, read
+        del weight, pack
     if kinds:
         return_freed_memory()
         parts = ", ".join(f"{number} in {name}" for name, number in kinds.items())

@@ -5,11 +5,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 
-
-def interleaved(weight, num_heads):
-    """Reorder rows from halves, which transformers rotates, to llama.cpp's pairs."""
-    parts = weight.reshape(num_heads, 2, len(weight) // num_heads // 2, -1)
-    return parts.swapaxes(1, 2).reshape(weight.shape)
+from benchmarks.peers.to_gguf import interleaved
 
 
 def write_gguf(model, path, kind):
