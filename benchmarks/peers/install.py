@@ -28,6 +28,9 @@ LLAMA_FLAGS = [
     "-DGGML_BACKEND_DL=ON",
     # One library per instruction set; the server loads the best one beside it
     "-DGGML_CPU_ALL_VARIANTS=ON",
+    # GCC 12 does not know that AMX's instructions read memory, and drops what is stored for them: the
+    # server ends by SIGILL at its first product
+    "-DCMAKE_CXX_FLAGS=-fno-dse -fno-tree-dse",
     *(
         f"-D{name}=OFF"
         for name in ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")

@@ -242,6 +242,44 @@ inline void block_products(const Quantised& weight, int64_t rows, const E* x, in
     if (rows) block_products<C, R - 1>(weight, rows, x, x_stride, input_sums, sum_stride, block, out);
 }
 
+// to[0:inputs][0:LANES] = the weights of a block, rounded to E; rows of `to` are BLOCK apart.
+template <int C, typename E>
+void dequantise(const Quantised& weight, int64_t block, E* to) {
+  const int64_t num_groups = weight.codes.size(1), inputs = num_groups * GROUP, num_spans = inputs / weight.span;
+  const uint8_t* codes = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
+  const Factors scales(weight.scales, weight.steps, num_spans, weight.shared);
+  const Factors minima(weight.minima, weight.min_steps, num_spans, weight.shared);
+  const auto factor = [&](const Factors& factors, int64_t input, int64_t v) {
+    return factors ? factors.at(block, input / weight.span, v) : vec{};
+  };
+  if constexpr (std::is_same_v<E, pair>) {
+#ifdef __AVX512BF16__
+    const Table table(weight.zero);
+    const __m512i nibbles = low_table(table);
+    alignas(64) static constexpr auto order = [] {
+      std::array<uint16_t, 32> of_pairs{};
+      for (int i = 0; i < 32; ++i) of_pairs[i] = uint16_t(i / 2 + i % 2 * 16);
+      return of_pairs;
+    }();
+    const __m512i in_pairs = _mm512_load_si512(order.data());
+    vec scale = {}, minimum = {};
+    for (int64_t input = 0; input < inputs; input += 2, to += BLOCK) {
+      if (input % weight.span == 0) scale = factor(scales, input, 0), minimum = factor(minima, input, 0);
+      const __m512i code = decoded_pair<C>(codes + input / GROUP * bytes_of(C), input % GROUP / 2, table, nibbles);
+      const vec even = (vec)_mm512_slli_epi32(code, 16) * scale - minimum;
+      const vec odd = (vec)_mm512_and_si512(code, _mm512_set1_epi32(int(0xFFFF0000))) * scale - minimum;
+      _mm512_storeu_si512(to, _mm512_permutexvar_epi16(in_pairs, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+    }
+#endif
+  } else {
+    for (int64_t input = 0; input < inputs; ++input, to += BLOCK)
+      for (int64_t v = 0; v < VECTORS; ++v) {
+        const vec code = decoded<C>(codes + input / GROUP * bytes_of(C), input % GROUP, v * WIDTH, int32_t(weight.zero));
+        store(to + v * WIDTH, code * factor(scales, input, v) - factor(minima, input, v));
+      }
+  }
+}
+
 #ifdef HAS_TILES
 constexpr int64_t TILE_ROWS = 16, TILE_BLOCKS = 4;
 
@@ -252,8 +290,11 @@ inline bool has_tiles() {
   return allowed;
 }
 
-// Sets the sizes of this thread's tiles: 0 to 3 are sums of `rows` by a block's outputs, 4 is the input of one span, 5
-// are the codes of one block.
+// Makes what was written visible to the tiles' intrinsics, of which GCC 12 does not know what memory they read.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
+// Sets the sizes of this thread's tiles: 0 to 3 are sums of `rows` by a block's outputs, 4 and 5 are `span` inputs of
+// rows, 6 and 7 factors of one block.
 inline void configure_tiles(int64_t rows, int64_t span) {
   struct alignas(64) {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -261,8 +302,9 @@ inline void configure_tiles(int64_t rows, int64_t span) {
     uint8_t rows[16] = {};
   } config;
   for (int i = 0; i < 4; ++i) config.bytes_per_row[i] = 64, config.rows[i] = uint8_t(rows);
-  config.bytes_per_row[4] = uint16_t(span * 2), config.rows[4] = uint8_t(rows);
-  config.bytes_per_row[5] = 64, config.rows[5] = uint8_t(span / 2);
+  for (int i = 4; i < 6; ++i) config.bytes_per_row[i] = uint16_t(span * 2), config.rows[i] = uint8_t(rows);
+  for (int i = 6; i < 8; ++i) config.bytes_per_row[i] = 64, config.rows[i] = uint8_t(span / 2);
+  finish_stores();
   _tile_loadconfig(&config);
 }
 
@@ -302,19 +344,20 @@ void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t
       else
         decode(b, Zero(), Half());
     }
+    finish_stores();
     // Tiles have numbers that are known when this is compiled.
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    _tile_loadd(5, decoded[0], 64);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(5, decoded[1], 64);
-    _tile_dpbf16ps(1, 4, 5);
-    _tile_loadd(5, decoded[2], 64);
-    _tile_dpbf16ps(2, 4, 5);
-    _tile_loadd(5, decoded[3], 64);
-    _tile_dpbf16ps(3, 4, 5);
+    _tile_loadd(6, decoded[0], 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(6, decoded[1], 64);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(6, decoded[2], 64);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(6, decoded[3], 64);
+    _tile_dpbf16ps(3, 4, 6);
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[1], 64);
     _tile_stored(2, sums[2], 64);
@@ -332,7 +375,75 @@ void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t
   }
   _tile_release();
 }
+
+// out[r][0:BLOCK] = sum over n pairs of x[r][i] * b[i][0:BLOCK] for 2 * TILE_ROWS rows, with the tiles of 32 inputs.
+inline void add_tiles(const pair* x, int64_t x_stride, const pair* b, int64_t n, float* out) {
+  finish_stores();
+  for (int64_t column = 0; column < BLOCK; column += 2 * LANES) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < n; i += GROUP / 2) {
+      _tile_loadd(4, x + i, x_stride * sizeof(pair));
+      _tile_loadd(5, x + TILE_ROWS * x_stride + i, x_stride * sizeof(pair));
+      _tile_loadd(6, b + i * BLOCK + column, BLOCK * sizeof(pair));
+      _tile_loadd(7, b + i * BLOCK + column + LANES, BLOCK * sizeof(pair));
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out + column, BLOCK * sizeof(float));
+    _tile_stored(1, out + column + LANES, BLOCK * sizeof(float));
+    _tile_stored(2, out + TILE_ROWS * BLOCK + column, BLOCK * sizeof(float));
+    _tile_stored(3, out + TILE_ROWS * BLOCK + column + LANES, BLOCK * sizeof(float));
+  }
+}
 #endif
+
+// Rows of a step of products with weights that are dequantised once for all rows, and rounded to the dtype of the input.
+constexpr int64_t MANY_ROWS = 32;
+
+// write(row, block, sums) of all rows and blocks, for at least MANY_ROWS rows; from twice as many on it is faster.
+template <int C, typename E, typename F>
+void multiply_many(const Quantised& weight, int64_t num_rows, const E* x, int64_t width, F write) {
+  constexpr int64_t BLOCKS = BLOCK / LANES;
+  const int64_t num_blocks = weight.codes.size(0);
+  at::parallel_for(0, (num_blocks + BLOCKS - 1) / BLOCKS, 1, [&](int64_t begin, int64_t end) {
+    std::vector<E> factors(width * BLOCK);
+    std::vector<float> sums(MANY_ROWS * BLOCK);
+#ifdef HAS_TILES
+    const bool tiles = std::is_same_v<E, pair> && has_tiles();
+    if (tiles) configure_tiles(TILE_ROWS, GROUP);
+#endif
+    for (int64_t first = begin * BLOCKS; first < end * BLOCKS; first += BLOCKS) {
+      const int64_t blocks = std::min(BLOCKS, num_blocks - first);
+      for (int64_t b = 0; b < blocks; ++b) dequantise<C>(weight, first + b, factors.data() + b * LANES);
+      for (int64_t begin_row = 0; begin_row < num_rows; begin_row += MANY_ROWS) {
+        const int64_t row = std::min(begin_row, num_rows - MANY_ROWS);  // some rows are computed twice, alike
+        const auto multiply = [&] {
+#ifdef HAS_TILES
+          if constexpr (std::is_same_v<E, pair>)
+            if (tiles) return add_tiles(x + row * width, width, factors.data(), width, sums.data());
+#endif
+          std::fill(sums.begin(), sums.end(), 0.0f);
+          add_product(MANY_ROWS, x + row * width, width, factors.data(), BLOCK, width, sums.data(), BLOCK);
+        };
+        multiply();
+        for (int64_t r = 0; r < MANY_ROWS; ++r)
+          for (int64_t b = 0; b < blocks; ++b) {
+            alignas(64) float of_block[LANES];
+            std::copy_n(&sums[r * BLOCK + b * LANES], LANES, of_block);
+            write(row + r, first + b, of_block);
+          }
+      }
+    }
+#ifdef HAS_TILES
+    if (tiles) _tile_release();
+#endif
+  });
+}
 
 // out = x @ weight.T + bias for rows in T.
 template <int C, typename T>
@@ -353,6 +464,7 @@ void multiply_quantised(const Tensor& x, const Quantised& weight, const T* bias,
     for (int64_t j = 0; bias && j < n; ++j) sums[j] += float(bias[block * LANES + j]);
     store_as(to + row * outputs + block * LANES, sums, n);
   };
+  if (num_rows >= 2 * MANY_ROWS) return multiply_many<C>(weight, num_rows, a, stride, write);
   int64_t num_tiled = 0;  // blocks that matrix tiles multiply
 #ifdef HAS_TILES
   if constexpr (IS_PAIR)

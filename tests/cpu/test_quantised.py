@@ -56,7 +56,7 @@ def test_weights_of_gguf_files_are_read_without_rounding(name):
     assert matrix.num_bytes <= 1.1 * data.nbytes * 96 / OUTPUTS  # of whole blocks
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 9, 16, 17, 40])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 9, 16, 17, 40, 64, 100])
 @pytest.mark.parametrize("name", GGUF_TYPES)
 def test_products_are_those_of_the_dequantised_weight(name, num_rows):
     data, weight = gguf_weight(name)
@@ -127,7 +127,7 @@ def test_weights_of_torchao_are_read_without_rounding(name):
     assert matrix.bits == {"int8": 8, "int4": 4, "float8": FLOAT8}[name.partition("-")[0]]
     expected = weight.dequantize()
     torch.testing.assert_close(matrix.dequantised(), expected, rtol=1e-6, atol=1e-7)
-    for num_rows in (1, 3, 17):
+    for num_rows in (1, 3, 17, 70):
         x = torch.randn(num_rows, INPUTS)
         assert error_of(matrix, expected, x, layer[0].bias) < 3e-6
         assert error_of(matrix, expected, x.bfloat16(), layer[0].bias) < 4e-3
