@@ -391,7 +391,7 @@ std::shared_ptr<Quantised> quantised_of(int64_t id) {
 }
 
 Tensor quantised_product_of(const Tensor& x, int64_t id, const std::optional<Tensor>& bias) {
-  return quantised_product(x, *quantised_of(id), bias);
+  return quantised_product(x, {quantised_of(id).get()}, bias);
 }
 
 Tensor quantised_rows_of(const Tensor& indices, int64_t id) { return quantised_rows(indices, *quantised_of(id)); }
@@ -431,7 +431,7 @@ Tensor product(const Tensor& x, const Weight& weight) {
       return op.call(x, weight.tensor, weight.sizes, std::nullopt, x.numel() / x.size(-1));
     }
     case Weight::QUANTISED:
-      return quantised_product(x, *weight.quantised, std::nullopt);
+      return quantised_product(x, {weight.quantised.get()}, std::nullopt);
     case Weight::BLOCKS:
       return block_product(x, weight.tensor, weight.outputs, 0, std::nullopt);
     case Weight::FBGEMM:
@@ -441,18 +441,38 @@ Tensor product(const Tensor& x, const Weight& weight) {
   }
 }
 
-Tensor linear(const Tensor& x, const Tensor& id, int64_t index, int64_t outputs) {
+// Returns the products of one input with several weights, joined.
+Tensor products(const Tensor& x, const std::vector<Weight>& weights) {
+  std::vector<const Quantised*> quantised;
+  for (const auto& weight : weights)
+    if (weight.kind == Weight::QUANTISED) quantised.push_back(weight.quantised.get());
+  if (quantised.size() == weights.size()) return quantised_product(x, quantised, std::nullopt);
+  std::vector<Tensor> out;
+  for (const auto& weight : weights) out.push_back(product(x, weight));
+  return out.size() == 1 ? out[0] : at::cat(out, -1);
+}
+
+// Number of tokens to which a step of one token is padded, as graphs take no fewer; see cpu/twin.py.
+constexpr int64_t MIN_SIZE = 2;
+
+Tensor linear(const Tensor& padded, const Tensor& id, int64_t index, int64_t outputs) {
   const auto context = context_of(id);
   const auto& linear = context->linears.at(index);
+  const bool is_single = context->plan.positions.numel() == 1 && padded.size(-2) == MIN_SIZE &&
+                         padded.numel() / padded.size(-1) == MIN_SIZE;
+  const Tensor x = is_single ? padded.narrow(-2, 0, 1) : padded;
   const int64_t num_tokens = x.numel() / x.size(-1);
   const auto bucket = std::lower_bound(linear.sizes.begin(), linear.sizes.end(), num_tokens) - linear.sizes.begin();
   const bool packs = !linear.packed.empty() &&
                      linear.uses_packed[std::min<size_t>(bucket, linear.uses_packed.size() - 1)];
   const auto& weights = packs ? linear.packed : linear.plain;
-  std::vector<Tensor> out;
-  for (const auto& weight : weights) out.push_back(product(x, weight));
-  auto joined = out.size() == 1 ? out[0] : at::cat(out, -1);
+  auto joined = products(x, weights);
   TORCH_CHECK(joined.size(-1) == outputs, "linear layer ", index, " has ", joined.size(-1), " outputs, not ", outputs);
+  if (is_single) {
+    auto sizes = padded.sizes().vec();
+    sizes.back() = outputs;
+    joined = joined.expand(sizes);
+  }
   return joined.contiguous();
 }
 

@@ -308,10 +308,10 @@ inline void configure_tiles(int64_t rows, int64_t span) {
   _tile_loadconfig(&config);
 }
 
-// out[block][r][0:LANES] = products of up to TILE_ROWS rows with TILE_BLOCKS blocks from `block` on.
+// out[block][r][0:LANES] = products of the tiles' rows with up to TILE_BLOCKS blocks from `block` on.
 template <int C>
 void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t x_stride, const float* input_sums,
-                   int64_t sum_stride, int64_t block, float* out) {
+                   int64_t sum_stride, int64_t block, int64_t blocks, float* out) {
   const int64_t num_groups = weight.codes.size(1), num_spans = num_groups * GROUP / weight.span;
   const int64_t num_pairs = weight.span / 2;
   const uint8_t* codes = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
@@ -321,8 +321,7 @@ void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t
   const Factors minima(weight.minima, weight.min_steps, num_spans, weight.shared);
   alignas(64) pair decoded[TILE_BLOCKS][GROUP / 2][LANES];
   alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
-  std::fill(out, out + TILE_BLOCKS * TILE_ROWS * LANES, 0.0f);
-  configure_tiles(rows, weight.span);
+  std::fill(out, out + blocks * TILE_ROWS * LANES, 0.0f);
   for (int64_t span = 0; span < num_spans; ++span) {
     const int64_t group = span * weight.span / GROUP;
     _tile_loadd(4, x + span * num_pairs, x_stride * sizeof(pair));
@@ -333,7 +332,7 @@ void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t
       for (int64_t i = 0; i < count.value; ++i)
         _mm512_store_si512(decoded[b][i], decoded_pair<C>(from, first.value + i, table, nibbles));
     };
-    for (int64_t b = 0; b < TILE_BLOCKS; ++b) {
+    for (int64_t b = 0; b < blocks; ++b) {
       using Whole = std::integral_constant<int, GROUP / 2>;
       using Half = std::integral_constant<int, GROUP / 4>;
       using Zero = std::integral_constant<int, 0>;
@@ -352,17 +351,23 @@ void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t
     _tile_zero(3);
     _tile_loadd(6, decoded[0], 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(6, decoded[1], 64);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(6, decoded[2], 64);
-    _tile_dpbf16ps(2, 4, 6);
-    _tile_loadd(6, decoded[3], 64);
-    _tile_dpbf16ps(3, 4, 6);
+    if (blocks > 1) {
+      _tile_loadd(7, decoded[1], 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (blocks > 2) {
+      _tile_loadd(6, decoded[2], 64);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if (blocks > 3) {
+      _tile_loadd(7, decoded[3], 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
     _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
-    for (int64_t b = 0; b < TILE_BLOCKS; ++b) {
+    if (blocks > 1) _tile_stored(1, sums[1], 64);
+    if (blocks > 2) _tile_stored(2, sums[2], 64);
+    if (blocks > 3) _tile_stored(3, sums[3], 64);
+    for (int64_t b = 0; b < blocks; ++b) {
       const vec scale = scales.at(block + b, span, 0);
       float* to = out + b * TILE_ROWS * LANES;
       for (int64_t r = 0; r < rows; ++r)
@@ -373,7 +378,6 @@ void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t
         store(to + r * LANES, load(to + r * LANES) - minimum * input_sums[r * sum_stride + span]);
     }
   }
-  _tile_release();
 }
 
 // out[r][0:BLOCK] = sum over n pairs of x[r][i] * b[i][0:BLOCK] for 2 * TILE_ROWS rows, with the tiles of 32 inputs.
@@ -402,97 +406,94 @@ inline void add_tiles(const pair* x, int64_t x_stride, const pair* b, int64_t n,
 }
 #endif
 
-// Rows of a step of products with weights that are dequantised once for all rows, and rounded to the dtype of the input.
+// Rows that are multiplied together where weights are dequantised once for all rows, and rounded to the dtype of the
+// input; for twice as many rows or more that is faster.
 constexpr int64_t MANY_ROWS = 32;
 
-// write(row, block, sums) of all rows and blocks, for at least MANY_ROWS rows; from twice as many on it is faster.
-template <int C, typename E, typename F>
-void multiply_many(const Quantised& weight, int64_t num_rows, const E* x, int64_t width, F write) {
+// Rows in T, and where their products with a weight go.
+template <typename T>
+struct Rows {
+  const Element<T>* x;      // [num_rows, width]
+  int64_t num_rows, width;  // elements of x
+  const float* sums;        // [num_rows, num_spans] of the inputs, if the weight has minima
+  int64_t num_spans;
+  const T* bias;  // null: none
+  T* out;         // [num_rows, out_stride]
+  int64_t out_stride, outputs;
+
+  void write(int64_t row, int64_t block, const float* products) const {
+    const int64_t first = block * LANES, n = std::min(LANES, outputs - first);
+    alignas(64) float sums[LANES];
+    for (int64_t j = 0; bias && j < n; ++j) sums[j] = products[j] + float(bias[first + j]);
+    store_as(out + row * out_stride + first, bias ? sums : products, n);
+  }
+};
+
+// Multiplies at least MANY_ROWS rows with blocks of a weight.
+template <int C, typename T>
+void multiply_many(const Quantised& weight, const Rows<T>& rows, int64_t begin, int64_t end) {
+  using E = Element<T>;
   constexpr int64_t BLOCKS = BLOCK / LANES;
-  const int64_t num_blocks = weight.codes.size(0);
-  at::parallel_for(0, (num_blocks + BLOCKS - 1) / BLOCKS, 1, [&](int64_t begin, int64_t end) {
-    std::vector<E> factors(width * BLOCK);
-    std::vector<float> sums(MANY_ROWS * BLOCK);
+  std::vector<E> factors(rows.width * BLOCK);
+  std::vector<float> sums(MANY_ROWS * BLOCK);
 #ifdef HAS_TILES
-    const bool tiles = std::is_same_v<E, pair> && has_tiles();
-    if (tiles) configure_tiles(TILE_ROWS, GROUP);
+  const bool tiles = std::is_same_v<E, pair> && has_tiles();
+  if (tiles) configure_tiles(TILE_ROWS, GROUP);
 #endif
-    for (int64_t first = begin * BLOCKS; first < end * BLOCKS; first += BLOCKS) {
-      const int64_t blocks = std::min(BLOCKS, num_blocks - first);
-      for (int64_t b = 0; b < blocks; ++b) dequantise<C>(weight, first + b, factors.data() + b * LANES);
-      for (int64_t begin_row = 0; begin_row < num_rows; begin_row += MANY_ROWS) {
-        const int64_t row = std::min(begin_row, num_rows - MANY_ROWS);  // some rows are computed twice, alike
-        const auto multiply = [&] {
+  for (int64_t block = begin; block < end; block += BLOCKS) {
+    const int64_t blocks = std::min(BLOCKS, end - block);
+    for (int64_t b = 0; b < blocks; ++b) dequantise<C>(weight, block + b, factors.data() + b * LANES);
+    for (int64_t next_row = 0; next_row < rows.num_rows; next_row += MANY_ROWS) {
+      const int64_t row = std::min(next_row, rows.num_rows - MANY_ROWS);  // some rows are computed twice, alike
+      const E* x = rows.x + row * rows.width;
+      const auto multiply = [&] {
 #ifdef HAS_TILES
-          if constexpr (std::is_same_v<E, pair>)
-            if (tiles) return add_tiles(x + row * width, width, factors.data(), width, sums.data());
+        if constexpr (std::is_same_v<E, pair>)
+          if (tiles) return add_tiles(x, rows.width, factors.data(), rows.width, sums.data());
 #endif
-          std::fill(sums.begin(), sums.end(), 0.0f);
-          add_product(MANY_ROWS, x + row * width, width, factors.data(), BLOCK, width, sums.data(), BLOCK);
-        };
-        multiply();
-        for (int64_t r = 0; r < MANY_ROWS; ++r)
-          for (int64_t b = 0; b < blocks; ++b) {
-            alignas(64) float of_block[LANES];
-            std::copy_n(&sums[r * BLOCK + b * LANES], LANES, of_block);
-            write(row + r, first + b, of_block);
-          }
-      }
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        add_product(MANY_ROWS, x, rows.width, factors.data(), BLOCK, rows.width, sums.data(), BLOCK);
+      };
+      multiply();
+      for (int64_t r = 0; r < MANY_ROWS; ++r)
+        for (int64_t b = 0; b < blocks; ++b) rows.write(row + r, block + b, &sums[r * BLOCK + b * LANES]);
     }
+  }
 #ifdef HAS_TILES
-    if (tiles) _tile_release();
+  if (tiles) _tile_release();
 #endif
-  });
 }
 
-// out = x @ weight.T + bias for rows in T.
+// Multiplies rows with blocks of a weight.
 template <int C, typename T>
-void multiply_quantised(const Tensor& x, const Quantised& weight, const T* bias, Tensor& out) {
-  using E = Element<T>;
-  constexpr bool IS_PAIR = std::is_same_v<E, pair>;
-  const int64_t inputs = x.size(-1), num_rows = x.numel() / inputs, outputs = weight.outputs;
-  const int64_t num_blocks = weight.codes.size(0), num_spans = inputs / weight.span;
-  const Tensor factors = IS_PAIR ? x : x.to(at::kFloat);
-  Tensor sums_of_inputs;
-  if (weight.minima.defined()) sums_of_inputs = x.to(at::kFloat).view({num_rows, num_spans, weight.span}).sum(-1);
-  const float* input_sums = sums_of_inputs.defined() ? sums_of_inputs.const_data_ptr<float>() : nullptr;
-  const E* a = static_cast<const E*>(factors.const_data_ptr());
-  const int64_t stride = inputs / (IS_PAIR ? 2 : 1);
-  T* to = out.mutable_data_ptr<T>();
-  const auto write = [&](int64_t row, int64_t block, float* sums) {
-    const int64_t n = std::min(LANES, outputs - block * LANES);
-    for (int64_t j = 0; bias && j < n; ++j) sums[j] += float(bias[block * LANES + j]);
-    store_as(to + row * outputs + block * LANES, sums, n);
-  };
-  if (num_rows >= 2 * MANY_ROWS) return multiply_many<C>(weight, num_rows, a, stride, write);
-  int64_t num_tiled = 0;  // blocks that matrix tiles multiply
+void multiply_range(const Quantised& weight, const Rows<T>& rows, int64_t begin, int64_t end) {
+  if (rows.num_rows >= 2 * MANY_ROWS) return multiply_many<C>(weight, rows, begin, end);
 #ifdef HAS_TILES
-  if constexpr (IS_PAIR)
-    if (num_rows > 2 && has_tiles()) {
-      num_tiled = num_blocks / TILE_BLOCKS * TILE_BLOCKS;
-      at::parallel_for(0, num_blocks / TILE_BLOCKS, 1, [&](int64_t begin, int64_t end) {
-        alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
-        for (int64_t block = begin * TILE_BLOCKS; block < end * TILE_BLOCKS; block += TILE_BLOCKS)
-          for (int64_t row = 0; row < num_rows; row += TILE_ROWS) {
-            const int64_t rows = std::min(TILE_ROWS, num_rows - row);
-            tile_products<C>(weight, rows, a + row * stride, stride, input_sums + row * num_spans, num_spans, block,
-                             &sums[0][0][0]);
-            for (int64_t b = 0; b < TILE_BLOCKS; ++b)
-              for (int64_t r = 0; r < rows; ++r) write(row + r, block + b, sums[b][r]);
-          }
-      });
+  if constexpr (std::is_same_v<Element<T>, pair>)
+    if (rows.num_rows > 1 && has_tiles()) {
+      alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
+      for (int64_t row = 0; row < rows.num_rows; row += TILE_ROWS) {
+        const int64_t num_rows = std::min(TILE_ROWS, rows.num_rows - row);
+        configure_tiles(num_rows, weight.span);
+        for (int64_t block = begin; block < end; block += TILE_BLOCKS) {
+          const int64_t blocks = std::min(TILE_BLOCKS, end - block);
+          tile_products<C>(weight, num_rows, rows.x + row * rows.width, rows.width, rows.sums + row * rows.num_spans,
+                           rows.num_spans, block, blocks, &sums[0][0][0]);
+          for (int64_t b = 0; b < blocks; ++b)
+            for (int64_t r = 0; r < num_rows; ++r) rows.write(row + r, block + b, sums[b][r]);
+        }
+      }
+      return _tile_release();
     }
 #endif
-  at::parallel_for(num_tiled, num_blocks, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(MAX_QUANTISED_ROWS * LANES);
-    for (int64_t block = begin; block < end; ++block)
-      for (int64_t row = 0; row < num_rows; row += MAX_QUANTISED_ROWS) {
-        const int64_t rows = std::min<int64_t>(MAX_QUANTISED_ROWS, num_rows - row);
-        block_products<C>(weight, rows, a + row * stride, stride, input_sums + row * num_spans, num_spans, block,
-                          sums.data());
-        for (int64_t r = 0; r < rows; ++r) write(row + r, block, &sums[r * LANES]);
-      }
-  });
+  float sums[MAX_QUANTISED_ROWS * LANES];
+  for (int64_t block = begin; block < end; ++block)
+    for (int64_t row = 0; row < rows.num_rows; row += MAX_QUANTISED_ROWS) {
+      const int64_t num_rows = std::min<int64_t>(MAX_QUANTISED_ROWS, rows.num_rows - row);
+      block_products<C>(weight, num_rows, rows.x + row * rows.width, rows.width, rows.sums + row * rows.num_spans,
+                        rows.num_spans, block, sums);
+      for (int64_t r = 0; r < num_rows; ++r) rows.write(row + r, block, &sums[r * LANES]);
+    }
 }
 
 template <typename F>
@@ -507,18 +508,42 @@ void with_code(int64_t code, F function) {
   }
 }
 
-// Returns x @ weight.T + bias, [..., outputs] in the input's dtype.
-Tensor quantised_product(const Tensor& x, const Quantised& weight, const std::optional<Tensor>& bias) {
-  const int64_t inputs = weight.codes.size(1) * GROUP;
-  TORCH_CHECK(x.size(-1) == inputs, "a product of ", x.sizes(), " with a quantised weight of ", inputs, " inputs");
+// Returns x @ weight.T + bias, [..., outputs] in the input's dtype, for weights that are joined by their outputs.
+Tensor quantised_product(const Tensor& x, const std::vector<const Quantised*>& weights,
+                         const std::optional<Tensor>& bias) {
+  const int64_t inputs = x.size(-1), num_rows = x.numel() / inputs;
+  int64_t outputs = 0, num_blocks = 0;
+  std::vector<Tensor> sums;
+  for (const auto* weight : weights) {
+    const int64_t width = weight->codes.size(1) * GROUP;
+    TORCH_CHECK(inputs == width, "a product of ", x.sizes(), " with a quantised weight of ", width, " inputs");
+    outputs += weight->outputs, num_blocks += weight->codes.size(0);
+    sums.push_back(!weight->minima.defined()
+                       ? at::empty({0}, at::kFloat)
+                       : x.to(at::kFloat).reshape({num_rows, inputs / weight->span, weight->span}).sum(-1));
+  }
   auto sizes = x.sizes().vec();
-  sizes.back() = weight.outputs;
+  sizes.back() = outputs;
   auto out = at::empty(sizes, x.options());
-  const Tensor rows = x.contiguous(), biases = bias ? bias->to(x.scalar_type()).contiguous() : Tensor();
+  const Tensor biases = bias ? bias->to(x.scalar_type()).contiguous() : Tensor();
   const auto multiply = [&](auto zero) {
     using T = decltype(zero);
-    const T* added = bias ? biases.const_data_ptr<T>() : nullptr;
-    with_code(weight.code, [&](auto code) { multiply_quantised<code.value, T>(rows, weight, added, out); });
+    using E = Element<T>;
+    const Tensor factors = std::is_same_v<E, pair> ? x.contiguous() : x.to(at::kFloat).contiguous();
+    const int64_t width = inputs / (std::is_same_v<E, pair> ? 2 : 1);
+    at::parallel_for(0, num_blocks, 1, [&](int64_t begin, int64_t end) {
+      int64_t first = 0, column = 0;  // block and output that a weight begins with
+      for (size_t i = 0; i < weights.size(); ++i) {
+        const auto& weight = *weights[i];
+        const int64_t from = std::max<int64_t>(begin - first, 0), to = std::min(end - first, weight.codes.size(0));
+        const Rows<T> rows{static_cast<const E*>(factors.const_data_ptr()), num_rows, width,
+                           sums[i].const_data_ptr<float>(), inputs / weight.span,
+                           bias ? biases.const_data_ptr<T>() + column : nullptr, out.mutable_data_ptr<T>() + column,
+                           outputs, weight.outputs};
+        if (from < to) with_code(weight.code, [&](auto code) { multiply_range<code.value>(weight, rows, from, to); });
+        first += weight.codes.size(0), column += weight.outputs;
+      }
+    });
   };
   AT_DISPATCH_SWITCH(x.scalar_type(), "quantised_product", AT_DISPATCH_CASE(at::kFloat, [&] { multiply(scalar_t()); })
                      AT_DISPATCH_CASE(at::kBFloat16, [&] { multiply(scalar_t()); })

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.joined_linears import KERNELS
-from hf_slospec.cpu.kernels import DTYPES, SIZES, KernelChoice, is_right
+from hf_slospec.cpu.joined_linears import ALWAYS, KERNELS
+from hf_slospec.cpu.kernels import BLOCKS, DTYPES, SIZES, KernelChoice, is_right
 from hf_slospec.cpu.operators import plan_for_operators
+from hf_slospec.cpu.quantised import Codes, QuantisedMatrix
 from hf_slospec.model.batch import AttentionRules
 from tests.support.oracles.attention_rows import (
     BRANCHING,
@@ -132,6 +133,46 @@ def test_joined_linear_layers(kernel, dtype):
         torch.testing.assert_close(
             out.float(), expected, rtol=2e-2, atol=0.02 if dtype == torch.float32 else 0.3
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_quantised_layers(dtype):
+    matrices = []
+    for bits, outputs in ((4, 88), (8, 40), (5, 16)):
+        codes = torch.randint(0, 16, (outputs, 96)).to(torch.int8 if bits == 8 else torch.uint8)
+        minima = torch.rand(outputs, 3) if bits == 5 else None
+        matrices.append(
+            QuantisedMatrix(Codes(bits, codes, torch.rand(outputs, 3) / 10, minima=minima))
+        )
+    context = operators.Context()
+    context.set_linear(0, [], matrices, ALWAYS)
+    weight = torch.cat([matrix.dequantised() for matrix in matrices])
+    for num_tokens in (1, 2, 9, 70):
+        x = torch.randn(1, num_tokens, 96, dtype=dtype)
+        out = torch.ops.hf_slospec.linear(x, context.tensor, 0, 144)
+        close = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=2e-2, atol=0.1)
+        torch.testing.assert_close(out.float(), x.float() @ weight.T, **close)
+        parts = [matrix(x) for matrix in matrices]
+        torch.testing.assert_close(out, torch.cat(parts, -1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", [None, BLOCKS])
+def test_padding_of_a_single_token_is_not_multiplied(kernel):
+    weight = torch.randn(32, 64)
+    packed = [] if kernel is None else [KERNELS[kernel](weight)]
+    context = operators.Context()
+    context.set_linear(0, [weight], packed, ALWAYS)
+    x = torch.randn(1, 2, 64)
+    x[0, 1] = torch.nan
+
+    def outputs(spans):
+        made = case(spans, 1, 8, 8, torch.float32)
+        torch.ops.hf_slospec.set_plan(context._id, *plan_for_operators(made.row))
+        return torch.ops.hf_slospec.linear(x, context.tensor, 0, 32)[0]
+
+    out = outputs([(7, 1, ROOT)])
+    torch.testing.assert_close(out, (x[0, :1] @ weight.T).expand(2, -1), rtol=1e-5, atol=1e-5)
+    assert outputs([(7, 1, ROOT), (3, 1, ROOT)])[1].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
