@@ -185,7 +185,7 @@ def test_exact_self_is_independent_of_the_batch(monkeypatch):
     models = [on_cuda(tiny_model("llama", noise=noise), torch.bfloat16) for noise in (0.0, 0.03)]
     for model in models:
         keep_one_layer(model)
-    check_self(*models, [[5, 6, 7, 8, 9], [17, 4]], max_new_tokens=3, **GREEDY)
+    check_self(*models, [[5, 6, 7], [17]], max_new_tokens=2, **GREEDY)
 
 
 def keep_one_layer(model):
