@@ -102,7 +102,9 @@ class CompiledPath(ForwardPath):
     @property
     def is_ready(self) -> bool:
         """Return whether a package is loaded and computes forwards."""
-        return self._untraced is None and any(package.is_ready for package in self._packages.values())
+        return self._untraced is None and any(
+            package.is_ready for package in self._packages.values()
+        )
 
     @property
     def num_one_off_forwards(self) -> int:

@@ -51,7 +51,7 @@ def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
         return
     if asked in BITS:
         sources = _quantising(model, BITS[asked])
-        _name_dense_experts(model, asked)
+        _warn_of_experts(model, asked)
     else:
         sources = _stored(model, gguf_file(model) if asked == "auto" else asked)
         if config.compile and config.exact is None:
@@ -122,7 +122,7 @@ def _stored(model: nn.Module, file: str | None) -> Sources:
 
 
 def _warn_of_others(model: nn.Module, sources: Sources) -> None:
-    """Warn once of weights on a CPU in formats that are neither packed nor compiled."""
+    """Log a warning, once, of weights on a CPU in formats that are neither packed nor compiled."""
     weights = [each for each in model.parameters() if each.device.type == "cpu"]
     others = formats_not_traced(each for each in weights if id(each) not in sources)
     if others is not None and model not in _warned:
@@ -172,8 +172,8 @@ def _quantising(model: nn.Module, bits: int) -> Sources:
     return found
 
 
-def _name_dense_experts(model: nn.Module, asked: str) -> None:
-    """Warn once of the experts of a mixture, whose weights stay as they are."""
+def _warn_of_experts(model: nn.Module, asked: str) -> None:
+    """Log a warning, once, of experts whose weights stay dense."""
     held = {name: each for name, each in model.named_modules() if len(weight_names(each)) > 1}
     if not held or model in _warned:
         return
