@@ -26,9 +26,10 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 from hypothesis import settings
 
+# How long an example takes says nothing on a shared machine. Every run draws others.
 settings.register_profile(
-    "untimed", deadline=None
-)  # how long an example takes says nothing on a shared machine
+    "untimed", deadline=None, max_examples=100 if "EXHAUSTIVE" in os.environ else 40
+)
 settings.register_profile(
     "fuzz", deadline=None, print_blob=True, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1))
 )
