@@ -38,6 +38,8 @@ FAST_TESTS = tests/tree tests/request tests/engine tests/scheduler tests/policie
     notebooks clean
 
 check test pytest nightly: export OMP_NUM_THREADS = 1
+# What a process compiled, other processes need not compile again.
+check test pytest nightly: export PYTHONDONTWRITEBYTECODE =
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py

@@ -26,9 +26,10 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 from hypothesis import settings
 
+# How long an example takes says nothing on a shared machine. Every run draws others.
 settings.register_profile(
-    "untimed", deadline=None
-)  # how long an example takes says nothing on a shared machine
+    "untimed", deadline=None, max_examples=100 if "EXHAUSTIVE" in os.environ else 40
+)
 settings.register_profile(
     "fuzz", deadline=None, print_blob=True, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1))
 )
@@ -44,6 +45,15 @@ def pytest_configure(config):
     if is_distributing and "PYTEST_XDIST_WORKER" not in os.environ:
         code = "from hf_slospec.cpu import operators; operators.build()"
         subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+
+
+# Files that take longest: one that begins last would leave the other workers idle.
+LONGEST = ("test_equals_stock.py", "test_docs.py", "test_training.py", "test_cuda_stand_in.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest files, as a worker runs a file as a whole."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(scope="session", autouse=True)

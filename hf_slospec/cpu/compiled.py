@@ -33,7 +33,7 @@ from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import leaving_a_core
 from hf_slospec.model.paths import Facts, ForwardPath, PathContext
 from hf_slospec.model.properties import autocast_dtype, relative_error, tolerance_in
-from hf_slospec.model.version import ModelVersion, can_be_traced
+from hf_slospec.model.version import ModelVersion, why_not_traced
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class CompiledPath(ForwardPath):
         # Versions of the model's tensors and modules at the last call of `renew`.
         self._storage = context.version.storage
         self._modules = context.version.modules
-        self._is_traced = can_be_traced(self._model)
-        if self._is_traced:
+        self._untraced = why_not_traced(self._model)
+        if self._untraced is None:
             self._package(())
 
     @classmethod
@@ -94,15 +94,17 @@ class CompiledPath(ForwardPath):
         return operators.why_unsupported()
 
     def status(self, feature_layers: tuple[int, ...] = ()) -> str:
-        if not self._is_traced:
-            return "eager: hooks, or weights of other classes than torch's"
+        if self._untraced is not None:
+            return f"eager: {self._untraced}"
         package = self._packages.get(feature_layers)
         return "eager: not compiled yet" if package is None else package.status
 
     @property
     def is_ready(self) -> bool:
         """Return whether a package is loaded and computes forwards."""
-        return self._is_traced and any(package.is_ready for package in self._packages.values())
+        return self._untraced is None and any(
+            package.is_ready for package in self._packages.values()
+        )
 
     @property
     def num_one_off_forwards(self) -> int:
@@ -110,7 +112,7 @@ class CompiledPath(ForwardPath):
         return sum(package.num_compared for package in self._packages.values())
 
     def renew(self, version: ModelVersion) -> None:
-        self._is_traced = can_be_traced(self._model)
+        self._untraced = why_not_traced(self._model)
         compares = self._modules != version.modules
         is_described = self._storage == version.storage
         self._modules = version.modules
@@ -129,7 +131,7 @@ class CompiledPath(ForwardPath):
             self._compares = compares
 
     def run(self, inputs: ForwardInputs) -> Outputs | None:
-        if not self._is_traced or autocast_dtype("cpu") is not None:
+        if self._untraced is not None or autocast_dtype("cpu") is not None:
             return None
         package = self._package(inputs.feature_layers)
         if not package.is_ready:

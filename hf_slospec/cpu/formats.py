@@ -241,9 +241,10 @@ def _ordered(kind: str, blocks: np.ndarray, rows: np.ndarray) -> Codes:
     return codes_of_gguf(kind, blocks[rows.astype(np.int64)])
 
 
-def codes_of_torchao(weight: Any) -> Codes | None:
-    """Return a weight of torchao's classes for weights in int8, in 4 bits that are stored as int8,
-    or in float8_e4m3fn, as it is; None for other weights, and for classes that quantise activations.
+def codes_of_torchao(weight: Any) -> Callable[[], Codes] | None:
+    """Return a function that reads a weight of torchao's classes for weights in int8, in 4 bits that
+    are stored as int8, or in float8_e4m3fn, as it is; None for other weights, and for classes that
+    quantise activations.
     """
     if type(weight).__module__.partition(".")[0] != "torchao" or weight.ndim != 2:
         return None
@@ -255,16 +256,20 @@ def codes_of_torchao(weight: Any) -> Codes | None:
         return None
     outputs, inputs = weight.shape
     rows, columns = weight.block_size
-    codes = weight.qdata
     if rows not in (1, outputs) or columns % GROUP or inputs % columns:
         return None
-    scales = weight.scale.float().expand(outputs, inputs // columns)
-    shared = columns // GROUP
-    if name == "Float8Tensor":
-        is_known = codes.dtype == torch.float8_e4m3fn
-        return Codes(FLOAT8, codes, scales, shared=shared) if is_known else None
+    if name == "Float8Tensor" and weight.qdata.dtype != torch.float8_e4m3fn:
+        return None
+    return functools.partial(_read_torchao, weight, inputs // columns, columns // GROUP)
+
+
+def _read_torchao(weight: Any, num_scales: int, shared: int) -> Codes:
+    codes = weight.qdata
+    scales = weight.scale.float().expand(weight.shape[0], num_scales)
+    if codes.dtype == torch.float8_e4m3fn:
+        return Codes(FLOAT8, codes, scales, shared=shared)
     zeros = weight.zero_point
     minima = None if zeros is None or not zeros.any() else scales * zeros.float()
-    if weight.qdata.min() >= -8 and weight.qdata.max() <= 7:
+    if codes.min() >= -8 and codes.max() <= 7:
         return Codes(4, (codes + 8).to(torch.uint8), scales, zero=8, shared=shared, minima=minima)
     return Codes(8, codes, scales, shared=shared, minima=minima)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from hf_slospec.cpu.quantised import GROUP, NAMES, Codes, QuantisedMatrix, quant
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.errors import InvalidFileError, UnsupportedOptionError
 from hf_slospec.model.host_memory import return_freed_memory
+from hf_slospec.model.linear_overrides import weight_names
+from hf_slospec.model.version import formats_not_traced
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,9 @@ BITS = {"int8": 8, "int4": 4}  # by SLOSpecConfig(weights=...)
 ROWS = 4096  # number of rows that are compared at a time
 # By the id of a weight: the weight, and what packs it; None: it has been changed, and stays.
 Sources = dict[int, tuple[Any, Callable[[], QuantisedMatrix | None]]]
+
+
+_warned = WeakSet[nn.Module]()  # models whose formats have been warned of
 
 
 def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
@@ -45,8 +51,11 @@ def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
         return
     if asked in BITS:
         sources = _quantising(model, BITS[asked])
+        _warn_of_experts(model, asked)
     else:
         sources = _stored(model, gguf_file(model) if asked == "auto" else asked)
+        if config.compile and config.exact is None:
+            _warn_of_others(model, sources)
     if not sources:
         return
     if (why_not := _why_not(config)) is not None:
@@ -107,9 +116,24 @@ def _stored(model: nn.Module, file: str | None) -> Sources:
         if type(weight) is nn.Parameter:
             if name in of_file:
                 found[id(weight)] = weight, functools.partial(_unchanged, weight, of_file[name])
-        elif codes_of_torchao(weight) is not None:
-            found[id(weight)] = weight, functools.partial(_packed, codes_of_torchao, weight)
+        elif (read := codes_of_torchao(weight)) is not None:
+            found[id(weight)] = weight, functools.partial(_packed, read)
     return found
+
+
+def _warn_of_others(model: nn.Module, sources: Sources) -> None:
+    """Log a warning, once, of weights on a CPU in formats that are neither packed nor compiled."""
+    weights = [each for each in model.parameters() if each.device.type == "cpu"]
+    others = formats_not_traced(each for each in weights if id(each) not in sources)
+    if others is not None and model not in _warned:
+        _warned.add(model)
+        logger.warning(
+            "%s has formats of weights that are not compiled: %s. Its forwards are eager, and slow. "
+            "Compiled are GGUF files (from_pretrained(folder, gguf_file=...)), torchao's configs for "
+            "weights alone in int8, 4 bits and float8, and weights='int8' or 'int4' for a model that "
+            "is loaded without quantisation; compile=False turns this warning off",
+            *(type(model).__name__, others),
+        )
 
 
 def _packed(read: Callable[..., Any], *arguments: Any) -> QuantisedMatrix:
@@ -146,6 +170,21 @@ def _quantising(model: nn.Module, bits: int) -> Sources:
         if type(layer) is nn.Linear and is_dense and weight.shape[1] % GROUP == 0:
             found[id(weight)] = weight, functools.partial(_packed, quantise, weight, bits)
     return found
+
+
+def _warn_of_experts(model: nn.Module, asked: str) -> None:
+    """Log a warning, once, of experts whose weights stay dense."""
+    held = {name: each for name, each in model.named_modules() if len(weight_names(each)) > 1}
+    if not held or model in _warned:
+        return
+    _warned.add(model)
+    num_dense = sum(weight.numel() for each in held.values() for weight in each.parameters())
+    logger.warning(
+        "weights=%r quantises linear layers only: %d modules of experts of %s, such as %s, stay "
+        "dense, %.0f %% of its weights",
+        *(asked, len(held), type(model).__name__, next(iter(held))),
+        100.0 * num_dense / sum(weight.numel() for weight in model.parameters()),
+    )
 
 
 def _replace(model: nn.Module, sources: Sources) -> None:

@@ -21,10 +21,6 @@ PROMPTS = (120, 7)
 # children of the first node of the level above.
 DEPTH = 12
 WIDTH = 4
-PARENTS = (
-    -1,
-    *(max(WIDTH * (depth - 2) + 1, 0) for depth in range(1, DEPTH + 1) for _ in range(WIDTH)),
-)
 # Tokens per prefill forward for the tree and for single steps, if prompts may be split.
 TRIAL_CHUNKS = (33, 64)
 
@@ -37,8 +33,10 @@ def check_exact(packed: PackedModel) -> None:
     """
     numbers = np.random.default_rng(0)
     prompts = [numbers.integers(packed.vocab_size, size=size).tolist() for size in PROMPTS]
-    nodes = numbers.integers(packed.vocab_size, size=(len(PROMPTS), len(PARENTS)))
-    trees = [tree_of(root, PARENTS, iter(others)) for root, *others in nodes.tolist()]
+    levels = (max(WIDTH * (depth - 2) + 1, 0) for depth in range(1, DEPTH + 1))
+    parents = (-1, *(node for node in levels for _ in range(WIDTH)))
+    nodes = numbers.integers(packed.vocab_size, size=(len(PROMPTS), len(parents)))
+    trees = [tree_of(root, parents, iter(others)) for root, *others in nodes.tolist()]
     path = np.flatnonzero(trees[0].ancestor_mask()[-1])
 
     with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
@@ -46,7 +44,7 @@ def check_exact(packed: PackedModel) -> None:
             _one_by_one(packed, prompt, tree.tokens[path].tolist())
             for prompt, tree in zip(prompts, trees, strict=True)
         ]
-        capacities = [size + len(PARENTS) for size in PROMPTS]
+        capacities = [size + len(parents) for size in PROMPTS]
         with packed.kv_cache.temporary(capacities) as sequences:
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 _prefill(packed, sequence, prompt, TRIAL_CHUNKS[0])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -315,18 +316,46 @@ def can_be_captured(model: torch.nn.Module) -> bool:
     tensors that hold its weights' values are dense and on one device.
     """
     parts = all_modules(model)
-    components = [component_reader(weight)(weight) for weight in _weights_of(parts)]
+    return _can_be_captured(parts, _weights_of(parts))
+
+
+def _can_be_captured(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> bool:
+    components = [component_reader(weight)(weight) for weight in weights]
     is_dense = all(each.layout is torch.strided for tensors in components for each in tensors)
     devices = {each.device for tensors in components for each in tensors}
     has_hooks = any(changing_hooks(part) or hasattr(part, "_hf_hook") for part in parts)
     return is_dense and len(devices) == 1 and all(components) and not has_hooks
 
 
-def can_be_traced(model: torch.nn.Module) -> bool:
-    """Return whether a model's forward can be compiled: it can be captured, and its weights are of
-    torch's own classes or :class:`QuantisedWeight`.
+def why_not_traced(model: torch.nn.Module) -> str | None:
+    """Return why a model's forward cannot be compiled; None if it can: it can be captured, and its
+    weights are of torch's own classes or :class:`QuantisedWeight`.
     """
-    return can_be_captured(model) and all(map(_is_dense, _weights_of(all_modules(model))))
+    parts = all_modules(model)
+    weights = _weights_of(parts)
+    if (others := formats_not_traced(weights)) is not None:
+        return f"formats of weights that are not compiled: {others}"
+    return None if _can_be_captured(parts, weights) else "hooks, or several devices"
+
+
+def can_be_traced(model: torch.nn.Module) -> bool:
+    """Return whether :func:`why_not_traced` has no reason against compiling a model's forward."""
+    return why_not_traced(model) is None
+
+
+def formats_not_traced(weights: Iterable[torch.Tensor]) -> str | None:
+    """Return how many weights are in each format that is not compiled, as text; None if all are
+    compiled.
+    """
+    others = Counter(map(_format_of, itertools.filterfalse(_is_dense, weights)))
+    return ", ".join(f"{number} of {name}" for name, number in others.items()) or None
+
+
+def _format_of(weight: Any) -> str:
+    if weight.layout is not torch.strided:
+        return str(weight.layout).removeprefix("torch.")
+    library = type(weight).__module__.partition(".")[0]
+    return f"{library}'s {type(weight).__name__}"
 
 
 def _weights_of(parts: Iterable[Any]) -> list[torch.Tensor]:

@@ -29,7 +29,9 @@ def inputs_of(input_ids, num_rows=1):
     return dict(input_ids=rows, attention_mask=torch.ones_like(rows))
 
 
-@pytest.mark.parametrize("kind", ["processor", "criterion", "streamer"])
+@pytest.mark.parametrize(
+    "kind", ["processor", pytest.param("criterion", marks=pytest.mark.nightly), "streamer"]
+)
 def test_nested_generate_spoils_neither_neighbours_nor_later_requests(served, enabled, pair, kind):
     calls = [
         lambda ids: served.generate(**inputs_of(ids), **NESTED),

@@ -19,6 +19,7 @@ from hf_slospec.cpu.kernels import BLOCKS, DTYPES, SIZES, KernelChoice, is_right
 from hf_slospec.cpu.operators import plan_for_operators
 from hf_slospec.cpu.quantised import Codes, QuantisedMatrix
 from hf_slospec.model.batch import AttentionRules
+from tests.support.breadth import quick_or
 from tests.support.oracles.attention_rows import (
     BRANCHING,
     CHAIN,
@@ -94,7 +95,7 @@ def test_attention(heads, dtype, options):
     check(SPANS, heads, dtype, **options)
 
 
-@settings(max_examples=60)
+@settings(max_examples=quick_or(20, 60))
 @given(
     st.lists(
         st.tuples(st.integers(0, 200), st.integers(1, 90), st.sampled_from(TREES)),

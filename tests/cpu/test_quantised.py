@@ -123,7 +123,7 @@ def test_weights_of_torchao_are_read_without_rounding(name):
         layer[0].weight[0, :9] *= 1e-3  # subnormal numbers of float8
     quantization.quantize_(layer, TORCHAO[name](quantization))
     weight = layer[0].weight
-    matrix = QuantisedMatrix(codes_of_torchao(weight))
+    matrix = QuantisedMatrix(codes_of_torchao(weight)())
     assert matrix.bits == {"int8": 8, "int4": 4, "float8": FLOAT8}[name.partition("-")[0]]
     expected = weight.dequantize()
     torch.testing.assert_close(matrix.dequantised(), expected, rtol=1e-6, atol=1e-7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_slospec
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError
+from hf_slospec.cpu import formats
 from hf_slospec.cpu.quantised_models import pack_weights
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.errors import InvalidFileError
@@ -62,6 +64,21 @@ def test_quantised_on_request(weights, options):
         dense.generate(**ragged_prompts(1), do_sample=False, max_new_tokens=9),
         model.generate(**ragged_prompts(1), do_sample=False, max_new_tokens=9),
     )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "Qwen3MoeForCausalLM"])
+def test_experts_stay_dense_and_are_named(name, caplog):
+    model = copy.deepcopy(model_of(name))
+    settings = dict(weights="int4" if name == "mixtral" else "int8", **EAGER)
+    for _ in range(2):
+        ours = SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(**settings))
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "2 modules of experts" in record.getMessage()
+    assert "model.layers.0.mlp.experts, stay dense" in record.getMessage()
+    assert len(packed_weights(model)) == 2 * 4 + 1
+    dense = dequantised(model)
+    for options in (dict(do_sample=False), dict(do_sample=True, top_k=20)):
+        assert_same_as_stock(dense, ours.generate, ragged_prompts(2), max_new_tokens=12, **options)
 
 
 def test_draft_models_and_tied_embeddings_are_quantised():
@@ -148,3 +165,51 @@ def test_compiled_forwards_with_an_embedding_that_scales_its_rows():
         dequantised(model), ours.generate, ragged_prompts(3), do_sample=False, max_new_tokens=20
     )
     assert ours.stats().forwards == {"target": "compiled"}
+
+
+def quantised_by_torchao(group=None):
+    """Return a model in int8 by torchao, with a scale for each row or for each ``group`` of inputs.
+
+    There are no kernels for groups of fewer than 32."""
+    quantization = pytest.importorskip("torchao.quantization")
+    granularity = pytest.importorskip("torchao.quantization.granularity")
+    rows = granularity.PerAxis(0) if group is None else granularity.PerGroup(group)
+    model = tiny_copy("llama")
+    config = quantization.IntxWeightOnlyConfig(torch.int8, granularity=rows)
+    quantization.quantize_(model, config)
+    return model
+
+
+def test_formats_that_are_not_compiled_are_named_once(caplog):
+    """A warning, status() and stats() name the format, the path that serves it, and why."""
+    model = quantised_by_torchao(group=16)
+    found = r"formats of weights that are not compiled: \d+ of torchao's IntxUnpackedToInt8Tensor"
+    for _ in range(2):
+        ours = SLOSpecGenerator(model, drafter="lookup")
+        assert re.fullmatch(f"eager: {found}", ours.stats().forwards["target"])
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert record.name.startswith("hf_slospec.")
+    assert re.search(f"LlamaForCausalLM has {found}.*weights='int8' or 'int4'", record.getMessage())
+    shown = hf_slospec.status(ours)
+    assert all("IntxUnpacked" in text for text in (shown.weights, shown.forwards["target"]))
+    assert_same_as_stock(model, ours.generate, ragged_prompts(2), do_sample=False, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("settings", [dict(compile=False), dict(weights="keep")])
+def test_no_warning_of_formats_where_compiling_was_not_asked_for(caplog, settings):
+    model = quantised_by_torchao(group=16)
+    SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(**settings))
+    assert not [each for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def test_weights_of_torchao_are_read_once(monkeypatch):
+    model = quantised_by_torchao()
+    read = []
+    plain = formats._read_torchao
+    monkeypatch.setattr(
+        formats,
+        "_read_torchao",
+        lambda weight, *sizes: read.append(weight) or plain(weight, *sizes),
+    )
+    SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(**EAGER))
+    assert len(read) == len(packed_weights(model)) == len(set(map(id, read))) > 0

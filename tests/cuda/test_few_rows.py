@@ -100,6 +100,7 @@ def test_invariant_products(shape, dtype, is_transposed):
 @pytest.mark.parametrize("family", nightly_but(["llama"], ["llama", "qwen2", "qwen3", "gemma3"]))
 def test_models_compute_the_same_up_to_rounding(family):
     model = half(family)
+    del model.model.layers[1:]  # the interpreter is slow
     fused = fused_layers(model)
     assert JOINT in fused.attributes
     for length in (6, MIN_TILE_ROWS + 1, MAX_ROWS + 1):

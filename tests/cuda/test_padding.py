@@ -11,6 +11,7 @@ from hf_slospec.cuda.captured import MAX_PADDING_SLOTS, SHORT, padded
 from hf_slospec.cuda.graphs import BATCHES, BUCKETS, bucket_for
 from hf_slospec.model.batch import CachedSequence, NewTokens
 from hf_slospec.model.kv_cache import KVPool
+from tests.support.breadth import quick_or
 from tests.support.graph_bench import Bench
 from tests.support.toys.tiny_models import tiny_model
 
@@ -25,7 +26,7 @@ def fresh(length):
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=64), st.data())
-@settings(max_examples=200)
+@settings(max_examples=quick_or(66, 200))
 def test_padded_batches_have_few_sizes(lengths, data):
     pool = KVPool([], 1000, MAX_PADDING_SLOTS)
     parts = [fresh(length) for length in lengths]

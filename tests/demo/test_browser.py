@@ -4,6 +4,7 @@ SCREENSHOTS names.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -25,7 +26,8 @@ if CHROMIUM is None:
         "browser tests are required, and Chromium is not installed"
     )
     pytest.skip("Chromium is not installed", allow_module_level=True)
-pytest.importorskip("gradio", reason="gradio is not installed")
+if importlib.util.find_spec("gradio") is None:  # its import takes seconds
+    pytest.skip("gradio is not installed", allow_module_level=True)
 # Third parties' own deprecations, and event loops of servers that were closed, are not ours to fail
 # on.
 pytestmark = [pytest.mark.filterwarnings("default")]

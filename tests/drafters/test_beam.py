@@ -19,6 +19,7 @@ from hf_slospec.lab.policies.optimal import optimal_nodes
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
+from tests.support.breadth import quick_or
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import SEEDS, path_to
@@ -212,7 +213,7 @@ def optimal(tree, budget):
 
 
 @given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=quick_or(20, 60))
 def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed, vocab, budget):
     table = torch.tensor(
         3.0 * np.random.default_rng(seed).normal(size=(vocab, vocab)), dtype=torch.float32

@@ -1,9 +1,7 @@
-"""Drafters and head formats of another distribution, and the core without the plugin heads."""
+"""Drafters and head formats of another distribution."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -53,32 +51,3 @@ def test_another_distribution_adds_a_drafter_and_a_head_format(tmp_path):
 def test_names_are_taken_once():
     with pytest.raises(InvalidInputError, match="a NamedDrafter 'lookup' already"):
         registry.register(registry.NamedDrafter("lookup", lambda target, past: None))  # type: ignore[arg-type,return-value]
-
-
-def test_without_heads_lookup_and_assistant_models_draft():
-    code = """
-import sys
-sys.modules["hf_slospec.heads"] = None
-from hf_slospec import InvalidInputError, PastAnswers, SLOSpecGenerator, load_drafter
-from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
-target, draft = tiny_model("llama"), tiny_model("llama", noise=0.03)
-method = load_drafter(["lookup", draft], target, share_texts=PastAnswers())
-ours = SLOSpecGenerator(target, drafter=method)
-assert_same_as_stock(target, ours.generate, ragged_prompts(2), do_sample=False, max_new_tokens=8)
-print(method.kind)
-for name in ("suffix", "mtp"):
-    try:
-        load_drafter(name, target)
-    except InvalidInputError as error:
-        print(error)
-"""
-    output = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.splitlines()
-    kind, *errors = output
-    assert kind == "prompt lookup + assistant model" and len(errors) == 2
-    assert all("drafters known by name are lookup, and sums" in error for error in errors)

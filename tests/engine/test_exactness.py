@@ -12,6 +12,7 @@ from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
+from tests.support.breadth import quick_or
 from tests.support.policy_names import POLICIES
 from tests.support.toys.engine import decode_plainly, policy_of, run
 from tests.support.toys.models import (
@@ -91,7 +92,7 @@ def check_events(events, requests):
     order=st.sampled_from(["ascending", "descending"]),
     tick_s=st.sampled_from([0.0, 0.1]),
 )
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=quick_or(40, 120))
 def test_every_request_gets_what_plain_decoding_gives(
     seed,
     num_requests,

@@ -97,7 +97,6 @@ llama                nothing     eager     fair                   greedy        
 llama                repetitive  eager     lookup|suffix          sampled               generator
 llama                repetitive  auto      lookup+suffix|lookup+fair  greedy            submit
 qwen2                repetitive  eager     lookup                 greedy                enable
-llama  3  eager  lookup+fair  sampled  custom_generate
 llama  3  eager  fair  greedy  custom_generate
 
 llama  3  compiled  fair  greedy+no-dict|sampled+no-dict  generator
@@ -106,7 +105,7 @@ llama                3      prepacked      fair                   sampled       
 gpt2  3  prepacked  fair  greedy  submit
 llama-bf16           4      exact-bits     fair                   greedy                preempted
 llama                3      uncaptured     fair                   greedy                generator
-llama-deep           3      captured       eagle3|dflash          sampled               generator
+llama-deep           3      captured       eagle3                 sampled               generator
 llama  3  cuda  fair  greedy+repetition+scores  generator
 gemma3               3      cuda           fair                   greedy                per-row
 mixtral  3  default-device  lookup  sampled+repetition  generator
@@ -115,8 +114,8 @@ llama                3      device-context perfect                greedy        
 llama-deep           1      eager          eagle3                 greedy+two-tokens     generator
 llama-deep           token  eager          mtp|dflash             drawn+sequences       generator
 llama-deep  embeds  eager  eagle3  sampled  generator
-llama-deep           3      eager          deepspec|dflash2       greedy                generator
-llama-deep           3      eager          domino|jetspec         sampled               generator
+llama-deep           3      eager          deepspec               greedy                generator
+llama-deep           3      eager          jetspec                sampled               generator
 llama-tokens         foreign  eager        other-tokens           greedy|sampled        generator
 llama-tokens  foreign  eager  other-tokens  greedy  per-call|always
 llama-tokens         foreign  eager        other-tokens           greedy                submit
@@ -164,29 +163,33 @@ T5  3  eager  Bart  greedy+sequences+drawn+repetition  generator
 T5                   begun|encoded|inputs  eager  fair            greedy                generator
 Bart  2  eager  fair  greedy+encoder-repetition+encoder-ngrams  enable
 T5  2  eager  fair  greedy+no-start  generator
-Bart                 3      auto           llama|lookup-argument  greedy                per-call
+Bart                 3      auto           lookup-argument        greedy                per-call
 Whisper  3  eager  fair  warmer|greedy+timestamps  generator
 Whisper              2      eager          whisper-bf16           greedy                generator
 
-embedded  code4  auto  fair  sampled  preempted
 embedded  code4  auto  trained  greedy  preempted
 llama                4      captured       fair                   greedy                preempted
 llama-longrope       20,31,33,60  eager    fair                   greedy                preempted
 Qwen3_5ForCausalLM   4      eager          Lfm2ForCausalLM        greedy                preempted
-embedded             code   auto           fair                   greedy                conversation
 llama                3      chain          perfect                sampled               conversation
 gemma4               3      eager          fair                   greedy                conversation
 Lfm2ForCausalLM      3      eager          fair                   greedy                conversation
-embedded             code   auto           fair                   greedy                threads
 llama                3      captured       fair                   greedy                threads
 gpt2  3  growing  fair  greedy  threads
-BloomForCausalLM     3      eager          fair                   greedy                threads
 embedded             code   chain          trained                greedy                threads
 llama                1      eager|captured fair                   sampled               interrupted
 llama-deep           1      eager          eagle3                 greedy                interrupted
 """
 # Rows with the same answers by other ways, and further models, inputs and options.
 NIGHTLY = """
+embedded  code4  auto  fair  sampled  preempted
+embedded  code  auto  fair  greedy  conversation|threads
+BloomForCausalLM  3  eager  fair  greedy  threads
+llama-deep  3  captured  dflash  sampled  generator
+llama-deep  3  eager  dflash2  greedy  generator
+llama-deep  3  eager  domino  sampled  generator
+llama  3  eager  lookup+fair  sampled  custom_generate
+Bart  3  auto  llama  greedy  per-call
 gemma4  3  eager  fair  sampled  generator
 T5  2  eager  fair  greedy+no-cache  generator
 gemma4  3  eager  fair  greedy  generator
@@ -321,7 +324,7 @@ llama                                           14     returned
 Gemma4ForCausalLM                               14     passed
 DeepseekV32ForCausalLM                          14,14  passed
 Lfm2ForCausalLM                                 12,20  passed
-Mamba2ForCausalLM|ZambaForCausalLM|Qwen3NextForCausalLM  9,9  returned
+Mamba2ForCausalLM|Qwen3NextForCausalLM          9,9    returned
 """)
 
 
@@ -402,7 +405,7 @@ CHANGES = {
 @pytest.mark.parametrize(
     ("path", "change"),
     nightly_rows_but(
-        [("eager", change) for change in CHANGES],
+        [("eager", change) for change in CHANGES if change not in ("written data", "epsilon")],
         [
             (path, change)
             for path, change in itertools.product(

@@ -18,6 +18,7 @@ from hf_slospec.heads.translation import DraftTokens, TokenTranslation
 from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_tokenizers import (
     FOREIGN,
     byte_level,
@@ -86,7 +87,7 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=5), min_size=1, max_s
 
 
 @given(pair=st.sampled_from(PAIRS), text=TEXTS, seed=SEEDS, is_random=st.booleans())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=quick_or(33, 100))
 def test_texts_stay_the_same_and_keep_their_common_prefix(pair, text, seed, is_random):
     own = TRANSLATIONS[pair]
     rng = np.random.default_rng(seed)

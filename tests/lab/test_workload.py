@@ -22,6 +22,7 @@ from hf_slospec.lab.workload import (
     jobs_of,
     mix_of,
 )
+from tests.support.breadth import quick_or
 from tests.support.toys.trees import SEEDS
 
 
@@ -53,7 +54,7 @@ def test_on_off_has_its_average_rate_and_comes_in_bursts():
     number=st.integers(1, 50),
     variation=st.sampled_from([0.01, 1.0, 100.0]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=quick_or(20, 60))
 def test_arrivals_are_as_many_as_asked_for_and_never_go_back(kind, seed, rate, number, variation):
     times_s = arrivals(kind, np.random.default_rng(seed), rate, number, variation)
     assert times_s.shape == (number,)

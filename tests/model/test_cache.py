@@ -25,6 +25,7 @@ from hf_slospec.model.sequences import Sequences
 from hf_slospec.model.tree_mask import chain
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
+from tests.support.breadth import quick_or
 from tests.support.packed import cached
 from tests.support.served_pair import WAIT_S, Holds
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
@@ -68,7 +69,7 @@ def fails_to_allocate(num_slots):
 
 
 @given(seed=SEEDS, has_limit=st.booleans())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=quick_or(33, 100))
 def test_sequences_keep_their_values_while_others_come_grow_and_go(seed, has_limit):
     rng = np.random.default_rng(seed)
     limit = 40 if has_limit else None

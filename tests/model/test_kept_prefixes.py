@@ -15,6 +15,7 @@ from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from tests.model.test_request_sequences import MAX_NODES, Packed
+from tests.support.breadth import quick_or
 from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS
 
@@ -22,7 +23,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
 
 @given(texts=st.lists(st.tuples(st.sampled_from(["", "a", "b"]), TEXTS), max_size=20), wanted=TEXTS)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=quick_or(100, 300))
 def test_the_longest_common_beginning_is_found(texts, wanted):
     kept = KeptPrefixes()
     given_back = list[KeptPrefix]()
@@ -97,7 +98,7 @@ class Text:
     max_kept=st.sampled_from([None, 0, 20, float("inf")]),
     room=st.integers(1, 9),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=quick_or(50, 150))
 def test_reused_tokens_have_the_k_v_of_their_own_text(seed, max_slots, max_kept, room):
     rng = np.random.default_rng(seed)
     served = Text(max_slots, max_kept)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.model.noise import GeneratorNoise
+from tests.support.breadth import quick_or
 
 BATCH = 3
 VOCAB = 11
@@ -47,7 +48,7 @@ def test_noise_is_that_of_multinomial(seed):
         assert torch.equal(torch.get_rng_state(), state)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=quick_or(20, 60))
 @given(
     asked=st.lists(
         st.tuples(st.booleans(), st.integers(0, 9), st.integers(0, BATCH - 1)), max_size=40

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import traceback
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -110,19 +108,6 @@ def test_paths_and_settings_follow_from_config_and_facts(facts, config, paths, s
 def test_what_cannot_be_combined_is_refused_by_name(facts, config, message):
     with pytest.raises(UnsupportedOptionError, match=message):
         resolve_paths(SLOSpecConfig(**config), facts)
-
-
-def test_forwards_are_eager_without_plugins():
-    code = (
-        "import sys; sys.modules['hf_slospec.cpu'] = sys.modules['hf_slospec.cuda'] = None; "
-        "from hf_slospec.config import SLOSpecConfig; "
-        "from hf_slospec.model.paths import Facts, resolve_paths; "
-        "print(*resolve_paths(SLOSpecConfig(), Facts('LlamaForCausalLM')).paths)"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    )
-    assert output.stdout == "eager\n"
 
 
 class Recorded(ForwardPath):

@@ -15,6 +15,7 @@ from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
+from tests.support.breadth import quick_or
 from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS
 
@@ -94,7 +95,7 @@ def test_where_slots_are_short_nodes_of_the_step_take_room_and_others_are_shared
 
 
 @given(seed=SEEDS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=quick_or(33, 100))
 def test_texts_that_fit_have_slots_whatever_they_may_still_emit(seed):
     """Each may fill all slots alone; as the scheduler does, the last ones leave before a step lacks
     some.

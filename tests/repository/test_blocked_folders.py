@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 CORE = [name for name in test_layers.CORE if (ROOT / "tests" / name).is_dir()]
 FOLDERS = (*test_layers.PLUGINS, "server", "replicas", "lab")
 # Files of the core's tests that take seconds.
-FAST = ("request", "engine", "generate/test_enable.py", "batcher/test_submit.py")
+FAST = ("engine/test_step.py", "generate/test_enable.py", "generate/test_without_plugins.py")
 
 
 def run_without(folders, tests):

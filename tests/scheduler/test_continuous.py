@@ -18,6 +18,7 @@ from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.batch_formation import AHEAD, MAX_SKIPPED, MIN_CHUNK
 from hf_slospec.scheduler.continuous import MAX_PREEMPTED, ContinuousScheduler, Limits
 from hf_slospec.scheduler.guarantees import tightest_tpot_slo_s
+from tests.support.breadth import quick_or
 from tests.support.toys.engine import commit
 from tests.support.toys.models import new_costs, sampled
 from tests.support.toys.served import Served
@@ -124,7 +125,7 @@ def test_requests_that_can_wait_make_room_for_a_first_token(admission, tpot_slo_
     starvation_s=st.sampled_from([0.5, 20.0, 1e9]),
     is_sampled=st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=quick_or(20, 60))
 def test_every_request_gets_what_plain_decoding_gives_within_limits(
     seed,
     num_requests,

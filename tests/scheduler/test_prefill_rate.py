@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.scheduler.admission import best_lengths, prefill_rate
+from tests.support.breadth import quick_or
 from tests.support.toys.trees import affine, staircase
 
 TARGETS = (0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf)
@@ -31,7 +32,7 @@ TARGETS = (0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf)
     max_len=st.integers(1, 4),
     draft_level_s=st.sampled_from([0.0, 0.0625, 0.125]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=quick_or(50, 150))
 def test_lengths_are_the_best_of_all(curve, tiers, acceptance, max_len, draft_level_s):
     tpot_slos_s, counts, slacks_s = zip(*tiers, strict=True)
     seconds = curve(np.arange(1, 41))
@@ -136,7 +137,7 @@ def prefill_of_plain_steps(budget, duration_s, tpot_slos_s, num_steps):
     tiers=st.lists(st.tuples(st.integers(12, 90), st.integers(0, 4)), min_size=1, max_size=3),
     max_tokens=st.integers(1, 40),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=quick_or(26, 80))
 def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(curve, tiers, max_tokens):
     tpot_slos_s = [Fraction(slo, 32) for slo, count in tiers for _ in range(count)]
     tightest = min(tpot_slos_s, default=None)

@@ -18,6 +18,7 @@ from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from hf_slospec.scheduler.load import load_of
 from hf_slospec.scheduler.queue import SLACK, RequestHeap
+from tests.support.breadth import quick_or
 from tests.support.oracles.plain_scheduler import PlainScheduler, plain_load_of
 from tests.support.toys.models import new_costs
 from tests.support.toys.trees import SEEDS
@@ -91,7 +92,7 @@ def history(kind, seed):
 
 
 @given(seed=SEEDS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=quick_or(33, 100))
 def test_the_queue_decides_as_plain_lists_do(seed):
     assert history(ContinuousScheduler, seed) == history(PlainScheduler, seed)
 

@@ -50,7 +50,11 @@ def generated(model, options, **kwargs):
 def run(folder):
     """Return what each rank found with the models ``target`` and ``draft`` in a folder."""
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", WORLD_SIZE=str(NUM_RANKS)):
-        multiprocessing.spawn(_work, (folder,), nprocs=NUM_RANKS)
+        # Both are forked from one process that has imported torch.
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        multiprocessing.start_processes(
+            _work, (folder,), nprocs=NUM_RANKS, start_method="forkserver"
+        )
     return [torch.load(folder / f"rank{rank}") for rank in range(NUM_RANKS)]
 
 

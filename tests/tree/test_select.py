@@ -16,6 +16,7 @@ from hf_slospec.lab.policies.optimal import optimal_nodes
 from hf_slospec.policies.adaserve import adaptive_shape, required_tokens, select_nodes
 from hf_slospec.tree.select import best_ratio_nodes
 from hf_slospec.tree.tree import ROOT, Forest, TokenTree
+from tests.support.breadth import quick_or
 from tests.support.toys.trees import (
     SEEDS,
     TIED,
@@ -46,7 +47,7 @@ def outcomes(tree):
 @given(
     seed=SEEDS, sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3), budget=st.integers(0, 14)
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=quick_or(50, 150))
 def test_optimal_nodes_equals_exhaustive_search(seed, sizes, budget):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size) for size in sizes]
@@ -140,7 +141,7 @@ def as_nodes(chosen):
     order=st.sampled_from(["ascending", "descending"]),
     conditionals=st.sampled_from([TIED, UNEVEN, (0.25,), (1.0,)]),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=quick_or(100, 300))
 def test_select_nodes_equals_the_plain_loop(
     seed, sizes, budget, max_slo_nodes, order, conditionals
 ):
@@ -164,7 +165,7 @@ def test_select_nodes_equals_the_plain_loop(
     budget=st.integers(0, 14),
     conditionals=st.sampled_from([TIED, UNEVEN, (1.0,)]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=quick_or(50, 150))
 def test_no_set_of_trees_has_a_better_ratio(seed, sizes, weights, budget, conditionals):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_slospec.lab.policies.optimal import optimal_nodes
 from hf_slospec.lab.policies.thesis import StopRule, grown_nodes, important_nodes
 from hf_slospec.tree.tree import ROOT, Forest, TokenTree
+from tests.support.breadth import quick_or
 from tests.support.toys.trees import (
     SEEDS,
     TIED,
@@ -56,7 +57,7 @@ def test_growth_takes_the_globally_best_nodes_where_only_the_budget_binds(seed, 
     budget=st.integers(1, 30),
     max_nodes=st.integers(1, 8),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=quick_or(66, 200))
 def test_trees_are_drafted_on_exactly_while_they_grow(seed, sizes, conditionals, budget, max_nodes):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
@@ -87,7 +88,7 @@ def test_trees_are_drafted_on_exactly_while_they_grow(seed, sizes, conditionals,
     max_width=st.integers(1, 4),
     max_children=st.integers(1, 3),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=quick_or(66, 200))
 def test_growth_keeps_its_limits(
     seed, sizes, conditionals, budget, max_nodes, max_depth, max_width, max_children
 ):
@@ -162,7 +163,7 @@ def printed_loop(trees, required, tpot_slos_s, budget, slack_s, max_slo_nodes):
     slack_s=st.sampled_from([0.0, 0.5]),
     max_slo_nodes=st.none() | st.integers(0, 6),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=quick_or(66, 200))
 def test_importance_equals_the_plain_loop(
     seed, sizes, conditionals, budget, slack_s, max_slo_nodes
 ):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hf_slospec import SLOSpecConfig
 from hf_slospec.lab.policies.optimal import OptimalPolicy
 from hf_slospec.policies.adaserve import AdaServePolicy
+from tests.support.breadth import quick_or
 from tests.support.policy_costs import costs, late, plan_of, requests_of, selected, sizes
 from tests.support.toys.trees import SEEDS, chain, random_tree
 
@@ -34,7 +35,7 @@ def test_late_requests_get_the_fewest_nodes_that_they_require():
 
 
 @given(seed=SEEDS, budget=st.integers(3, 16), pace_s=st.sampled_from([0.3, 0.8, 1.2, 2.0]))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=quick_or(33, 100))
 def test_no_selection_of_adaserve_expects_more(seed, budget, pace_s):
     """Of the same trees, if both meet what is required."""
     rng = np.random.default_rng(seed)

@@ -24,6 +24,7 @@ from hf_slospec.lab.policies.smartspec_variants import (
 )
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
+from tests.support.breadth import quick_or
 from tests.support.policy_costs import (
     EIGHT,
     NO_TIME,
@@ -64,7 +65,7 @@ def stairs(edge, jump_s):
     rate=st.sampled_from([0.0, 0.5, 0.9]),
     kv_tokens=st.sampled_from([None, 1, 40, 60]),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=quick_or(26, 80))
 def test_batch_and_length_are_the_best_of_all(arrivals, new_tokens, edge, jump_s, rate, kv_tokens):
     """Algorithm 2 with equation 5, over all first requests to come and all lengths."""
     step_costs = stairs(edge, jump_s)
