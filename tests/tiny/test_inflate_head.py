@@ -98,8 +98,8 @@ def test_inflated_heads_draft_the_same_trees(kind, shape, plain, tmp_path, monke
     )
 
 
-LARGE_TARGET = Shape(1024, 704, 8, 16, 4, 128, 2300, tie_word_embeddings=False)
-LARGE_HEAD = Shape(1024, 800, 1, 16, 4, 128, 1200)  # in other proportions than the target
+LARGE_TARGET = Shape(512, 704, 8, 16, 4, 128, 2300, tie_word_embeddings=False)
+LARGE_HEAD = Shape(512, 800, 1, 16, 4, 128, 1200)  # in other proportions than the target
 
 
 def test_a_head_of_eagles_shape_accepts_as_the_embedded_head(monkeypatch):
@@ -117,7 +117,7 @@ def test_a_head_of_eagles_shape_accepts_as_the_embedded_head(monkeypatch):
     )
     assert_same_trees(plain, inflated)
     states = torch.randn(1, 2, 256)
-    states = torch.cat((states, torch.zeros(1, 2, 768)), dim=-1)
+    states = torch.cat((states, torch.zeros(1, 2, 256)), dim=-1)
     inputs_embeds = torch.cat((larger.get_input_embeddings()(torch.tensor([[7, 9]])), states), -1)
     logits = larger_head(inputs_embeds=inputs_embeds, position_ids=torch.arange(2)[None]).logits
     assert (logits[..., head.draft_vocab_size : 1200] < -100.0).all()
@@ -126,10 +126,10 @@ def test_a_head_of_eagles_shape_accepts_as_the_embedded_head(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "match"),
     [
-        (Shape(1024, 1500, 1), "all its sizes"),
-        (Shape(2048, 1500, 1, 32, 8, 128, 1200), "target's hidden size 1024"),
-        (Shape(1024, 1500, 1, 16, 2, 128, 1200), "more than 2 K/V heads"),
-        (Shape(1024, 1500, 1, 16, 8, 128, 2000), "as many additional ids"),
+        (Shape(512, 1500, 1), "all its sizes"),
+        (Shape(2048, 1500, 1, 32, 8, 128, 1200), "target's hidden size 512"),
+        (Shape(512, 1500, 1, 16, 2, 128, 1200), "more than 2 K/V heads"),
+        (Shape(512, 1500, 1, 16, 8, 128, 2000), "as many additional ids"),
     ],
 )
 def test_shapes_that_cannot_hold_the_head_are_refused(shape, match):
