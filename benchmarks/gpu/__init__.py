@@ -7,4 +7,13 @@ from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.resuming import earlier_results
 from benchmarks.gpu.tables import tables
 
-__all__ = ["ALL_METHODS", "METHODS", "Plan", "check", "earlier_results", "exit_code", "tables", "why_no_device"]
+__all__ = [
+    "ALL_METHODS",
+    "METHODS",
+    "Plan",
+    "check",
+    "earlier_results",
+    "exit_code",
+    "tables",
+    "why_no_device",
+]

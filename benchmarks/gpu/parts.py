@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,7 +267,9 @@ def _inside(command: Sequence[str], _: float) -> tuple[int | None, str]:
     before = sys.argv
     sys.argv = [module, *options]
     try:
-        runpy.run_module(module, run_name="__main__")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+            runpy.run_module(module, run_name="__main__")
     except SystemExit as end:
         code = end.code
         return (code, "") if isinstance(code, int) else (int(code is not None), str(code))
@@ -275,4 +278,3 @@ def _inside(command: Sequence[str], _: float) -> tuple[int | None, str]:
     finally:
         sys.argv = before
     return 0, ""
-

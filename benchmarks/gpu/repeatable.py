@@ -52,7 +52,11 @@ CONDITIONS = (
 
 
 def decoded(
-    pair: Any, method: Any, condition: Condition, exact: str | None, prompts: list[list[int]],
+    pair: Any,
+    method: Any,
+    condition: Condition,
+    exact: str | None,
+    prompts: list[list[int]],
     new_tokens: int,
 ) -> dict[str, Any]:
     """Return the outputs of all prompts, greedy and then sampled, the seconds, and how often
@@ -119,7 +123,9 @@ def main(
     method = draft_method(options, pair)
     texts = tiny_prompts()
     prompts = [
-        pair.tokenizer(texts[index % len(texts)])["input_ids"][index // len(texts) :][:PROMPT_TOKENS]
+        pair.tokenizer(texts[index % len(texts)])["input_ids"][index // len(texts) :][
+            :PROMPT_TOKENS
+        ]
         for index in range(number)
     ]
     facts = provenance(size=size, number=number, new_tokens=new_tokens, device=device)
