@@ -72,7 +72,8 @@ class GatheredHook(AttentionHook):
             # Models otherwise slice this buffer to the forward's length, and it may be shorter.
             options["token_type_ids"] = torch.zeros_like(self.positions.of_tokens)
         if self.passes_mask:
-            allowed = self.allowed(causal_mask_function, None)[None, None]
+            rule: Any = causal_mask_function
+            allowed = self.allowed(rule, None)[None, None]
             dtype = model.get_input_embeddings().weight.dtype
             options["attention_mask"] = _added(allowed, dtype)
         return options
