@@ -190,7 +190,7 @@ class KVPool:
         """
         taken = dict[tuple[Stored, int], torch.Tensor]()
         num_rows = num_slots + other.num_padding_slots
-        larger_size = other.num_slots
+        is_whole = False
         try:
             for key in other._stacks:
                 stack = other._stacks[key]
@@ -202,12 +202,12 @@ class KVPool:
                 other._stacks[key] = self._stacks[key]  # without slots
                 other._list_layers()
                 del stack
-            larger_size = num_slots
+            is_whole = True
         finally:
-            if taken:
+            if taken or is_whole:  # layers with states alone have no tensors
                 self._stacks = other._stacks | taken
                 self._list_layers()
-                self.num_slots = larger_size
+                self.num_slots = num_slots if is_whole else other.num_slots
                 self.num_padding_slots = other.num_padding_slots
                 self.sequences.update(other.sequences)
 

@@ -139,6 +139,15 @@ def test_growing_frees_each_tensor_before_the_next_one(monkeypatch):
     check(cache, {sequence: (float(marker), 5) for marker, sequence in enumerate(held)})
 
 
+def test_a_pool_of_layers_with_states_alone_grows():
+    cache = KVCache(lambda num_slots: KVPool([], num_slots), KVPool([], 0))
+    first, second = CachedSequence(), CachedSequence()
+    cache.reserve({first: 5})
+    cache.reserve({second: 6})
+    cache.pool.check()
+    assert (cache.pool.num_slots, cache.num_held) == (11, 11)
+
+
 def test_without_memory_for_the_last_tensor_sequences_stay_where_they_are(monkeypatch):
     cache = KVCache(new_pool, new_pool(0))
     held = [CachedSequence() for _ in range(3)]
