@@ -88,9 +88,7 @@ def test_whichever_is_taken_the_graphs_have_its_plans(taken, device, monkeypatch
     config = SLOSpecConfig(policy="fixed", max_depth=2, max_width=2)
     ours = SLOSpecGenerator(model, config=config)
     inputs = {name: each.to("cuda") for name, each in ragged_prompts(2).items()}
-    first, second = (
-        ours.generate(**inputs, do_sample=False, max_new_tokens=10) for _ in range(2)
-    )
+    first, second = (ours.generate(**inputs, do_sample=False, max_new_tokens=10) for _ in range(2))
     assert torch.equal(first.cpu(), second.cpu())
     packed = ours.decoder.speculator.target.packed
     assert packed.backend.__name__.startswith("fastest_attention[tree_attention[triton]; flash")
