@@ -123,13 +123,16 @@ class Texts:
         )
 
 
-def tiny_texts(tokenizer: Any) -> Texts:
-    """Return the embedded pair's texts, with answers of random lengths."""
+def tiny_texts(tokenizer: Any, is_adaserve: bool = False) -> Texts:
+    """Return the embedded pair's texts, with answers of random lengths, in the classes of this
+    benchmark or of AdaServe.
+    """
     prompts = [tokenizer(text)["input_ids"] for text in tiny_prompts()]
+    classes = ADASERVE_CLASSES if is_adaserve else CLASSES
     return Texts(
-        CLASSES,
-        dict.fromkeys(CLASSES, prompts),
-        BATCH,
+        classes,
+        dict.fromkeys(classes, prompts),
+        1 if is_adaserve else BATCH,
         NEW_TOKENS,
         sum(NEW_TOKENS) / 2,
         PROMPT_TOKENS,
@@ -331,8 +334,15 @@ def load(
     ] = None,
     assistant: Annotated[str | None, typer.Option(help="Its draft model.")] = None,
     drafter: Annotated[
-        str | None, typer.Option(help=f"For a target without an assistant: {DRAFTER}.")
+        str | None,
+        typer.Option(
+            help=f"For a target without an assistant: {DRAFTER}; for the embedded one also eagle3."
+        ),
     ] = None,
+    device: Annotated[str, typer.Option()] = "auto",
+    adaserve: Annotated[
+        bool, typer.Option("--adaserve", help="The embedded pair has AdaServe's classes, too.")
+    ] = False,
     new_tokens: Annotated[
         int, typer.Option(help="Maximum length of an answer of a named target.")
     ] = 128,
@@ -369,10 +379,13 @@ def load(
         drafter=drafter,
         size=size if target is None else "tiny",
         dtype=dtype,
+        device=device,
     )
     pair = load_models(options)
     texts = (
-        tiny_texts(pair.tokenizer) if target is None else real_texts(pair, new_tokens, max_prompt)
+        tiny_texts(pair.tokenizer, adaserve)
+        if target is None
+        else real_texts(pair, new_tokens, max_prompt)
     )
     method = draft_method(options, pair)
 
@@ -440,7 +453,10 @@ def load(
         runs.append(
             key | dict(unit_s=unit_s, requests_per_s=float(pressure) * most, systems=served)
         )
-        write(json_path, provenance=facts, results=results_of(runs, names), runs=runs)
+        left = len(turns) - len(runs)
+        write(
+            json_path, provenance=facts, results=results_of(runs, names), turns_left=left, runs=runs
+        )
     found = results_of(runs, names)
     model, unit_ms = (
         Path(target).name if target else size,

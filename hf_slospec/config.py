@@ -34,8 +34,8 @@ class SLOSpecConfig(PolicySettings):
         "auto",
         description="Tree attention. sdpa: torch's, one call per request. triton: a kernel of our own (CUDA); "
         "flash: flash-attention kernels (FlashAttention 2 to 4 or torch's own; CUDA, bf16 or fp16); both use "
-        "sdpa for layers they do not support. 4d_mask: the plain reference. auto: triton, flash or sdpa, the first "
-        "that works.",
+        "sdpa for layers they do not support. 4d_mask: the model's own, given one mask for the whole batch. auto: the "
+        "faster of triton and flash for each shape of layers by a trial, or sdpa where neither works.",
     )
     coupling: bool = Field(
         True,

@@ -1,22 +1,31 @@
-"""Check a GPU: tests, identity, speed and memory floor (README.md beside this file).
+"""Measure a GPU: all parts in the order of their value, or one check of speed, identity and tests
+(README.md beside this file).
 
-python -m benchmarks.gpu --json benchmarks/results/gpu-check.json
+python -m benchmarks.gpu --results gpu-results
+python -m benchmarks.gpu check --json benchmarks/results/gpu-check.json
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 import hf_slospec
+from benchmarks.gpu.environment import why_no_device
+from benchmarks.gpu.goals import goals
+from benchmarks.gpu.parts import FAILED, PARTS, TOTAL_S, Run, version
 from benchmarks.gpu.quantised import ALL_SIZES
+from benchmarks.gpu.suite import gpu_tests
+from hf_slospec.cli import benchmark
 from hf_slospec.cli.options import check_outputs, console, usage_errors, write_results
 from hf_slospec.server.model_options import only_errors_logged
+from hf_slospec.tiny.embedded import HEADS
 from hf_slospec.tiny.shapes import SIZES
 
 if TYPE_CHECKING:
@@ -27,7 +36,70 @@ MAX_DIGITS = 6  # per batch size
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
+def gpu_parts(
+    context: typer.Context,
+    results: Annotated[
+        Path, typer.Option(help="Folder for one JSON per part; those that are finished are kept.")
+    ] = Path("gpu-results"),
+    only: Annotated[
+        str, typer.Option(help=f"Parts, comma-separated: {', '.join(p.name for p in PARTS)}.")
+    ] = "",
+    budget_s: Annotated[
+        float, typer.Option(min=1.0, help="Time limit in seconds for all parts.")
+    ] = TOTAL_S,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Run all parts on the CPU with tiny models, to try them."),
+    ] = False,
+) -> None:
+    """Measure a GPU in eleven minutes, part by part, the most important first.
+
+    The same command goes on where the last one ended: it skips parts that are finished for this
+    commit, and runs those that were cut off. Exit code 1: a part failed; 2: there is no CUDA device.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    names = [name for name in only.replace(" ", "").split(",") if name]
+    if unknown := set(names) - {part.name for part in PARTS}:
+        raise typer.BadParameter(f"--only has no part {', '.join(sorted(unknown))}")
+    output = console()
+    reason = None if dry_run else why_no_device("cuda")
+    if reason is not None:
+        output.print(reason, style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(2)
+    run = Run(results, dry_run, version(), lambda text: output.print(text, style="dim"))
+    chosen = [part for part in PARTS if not names or part.name in names]
+    ended = run.run(chosen, budget_s)
+    for part in chosen:
+        record = ended[part.name]
+        why = f", {record['reason']}" if "reason" in record else ""
+        output.print(f"{part.name}: {record['status']}{why}", markup=False, soft_wrap=True)
+    if not dry_run:
+        for goal in goals(results):
+            output.print(str(goal), markup=False, soft_wrap=True)
+    raise typer.Exit(int(any(ended[part.name]["status"] == FAILED for part in chosen)))
+
+
+@app.command(name="tests")
+def gpu_tests_only(
+    budget_s: Annotated[float, typer.Option(min=1.0, help="Time limit in seconds.")] = 600.0,
+    json_path: Annotated[Path, typer.Option("--json", help="Write the outcome to it.")] = Path(
+        "gpu-tests.json"
+    ),
+) -> None:
+    """Run the tests that need a GPU. Exit code 1: one failed."""
+    check_outputs(None, json_path)
+    if (reason := why_no_device("cuda")) is not None:
+        record: dict[str, Any] = {"status": "not present", "reason": reason}
+    else:
+        record = gpu_tests(budget_s)
+    facts = benchmark.provenance(hf_slospec=hf_slospec.__version__)
+    json_path.write_text(json.dumps({"provenance": facts, "tests": record}, indent=1) + "\n")
+    raise typer.Exit(int(record["status"] == "failed"))
+
+
+@app.command(name="check")
 def gpu_check(
     shapes: Annotated[
         str,
@@ -53,6 +125,12 @@ def gpu_check(
             help="Time these methods only, separated by semicolons; check neither identity nor tests."
         ),
     ] = "",
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Draft with an embedded head in place of the draft model: {', '.join(HEADS)}."
+        ),
+    ] = None,
     skip_tests: Annotated[
         bool, typer.Option("--skip-tests", help="Do not run the tests marked gpu.")
     ] = False,
@@ -86,10 +164,9 @@ def gpu_check(
     embedded pair on the device. Whatever the time limit, the most important figures come first, and
     --resume adds the others. Exit code 1: a test or a check failed; 2: there is no CUDA device.
 
-    Example:  python -m benchmarks.gpu --budget-s 120 --json result.json
+    Example:  python -m benchmarks.gpu check --budget-s 120 --json result.json
     """
     from benchmarks import gpu as checking
-    from hf_slospec.cli import benchmark
 
     check_outputs(None, json_path)
     sizes = tuple(dict.fromkeys(shapes.replace(" ", "").split(",")))
@@ -103,11 +180,13 @@ def gpu_check(
     ):
         raise typer.BadParameter(f"--batches must be positive numbers such as 1,4, got {batches!r}")
     named = [name.strip() for name in methods.split(";") if name.strip()]
-    chosen = tuple(name for name in checking.METHODS if name in named) or checking.METHODS
+    chosen = tuple(name for name in checking.ALL_METHODS if name in named) or checking.METHODS
     if unknown := set(named) - set(chosen):
         raise typer.BadParameter(
-            f"--methods must be among {'; '.join(checking.METHODS)}, got {'; '.join(unknown)}"
+            f"--methods must be among {'; '.join(checking.ALL_METHODS)}, got {'; '.join(unknown)}"
         )
+    if drafter not in (None, *HEADS):
+        raise typer.BadParameter(f"--drafter must be one of {', '.join(HEADS)}, got {drafter!r}")
     output = console()
     if (reason := checking.why_no_device(device)) is not None:
         output.print(reason, style="bold red", markup=False, soft_wrap=True)
@@ -124,6 +203,7 @@ def gpu_check(
         identity_size=identity_shape,
         profiles=profile,
         methods=chosen,
+        drafter=drafter,
     )
     facts = benchmark.provenance(hf_slospec=hf_slospec.__version__, **vars(plan))
     with usage_errors():
@@ -161,11 +241,14 @@ def _restart(plan: Plan, json_path: Path, left_s: float) -> None:
         "--identity-shape": plan.identity_size,
         "--methods": ";".join(plan.methods if not plan.checks else ()),
     }
+    if plan.drafter is not None:
+        options["--drafter"] = plan.drafter
     flags = {"--skip-tests": not plan.runs_tests, "--profile": plan.profiles, "--resume": True}
     command = [
         sys.executable,
         "-m",
         "benchmarks.gpu",
+        "check",
         *(flag for flag, is_set in flags.items() if is_set),
     ]
     os.execv(

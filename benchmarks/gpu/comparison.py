@@ -22,7 +22,7 @@ from benchmarks.gpu.quantised import ALL_SIZES, load
 from benchmarks.gpu.resuming import STARTED, is_done
 from benchmarks.gpu.speed import Repeats, compare, measure
 from hf_slospec.cli.benchmark import OURS, PLAIN, Bench
-from hf_slospec.tiny.embedded import tiny_prompts
+from hf_slospec.tiny.embedded import load_tiny_drafter, tiny_prompts
 
 SHARE = 0.8  # one method may take so much of the time left
 ENOUGH_SHARE = (
@@ -140,7 +140,8 @@ class Comparison:
                 self._unbuilt[size] = outcome_of(error)
                 return self._unbuilt[size]
             cell["parameters"] = self._bench.target.num_parameters()
-            cell["draft_parameters"] = self._bench.draft.num_parameters()
+            drafting = self._bench.method.model
+            cell["draft_parameters"] = sum(part.numel() for part in drafting.parameters())
         return NO_TIME if self.budget.left_s < MIN_LEFT_S else None
 
     def _measured(self, cell: Results, name: str) -> Results:
@@ -176,7 +177,7 @@ class Comparison:
             keys_each = self.plan.prompt_tokens + self.plan.new_tokens // 2
             try:
                 record = floor(
-                    self._bench.target, batch, keys_each, found[OURS].get("steps"), *rates
+                    self._bench.target, batch, keys_each, found.get(OURS, {}).get("steps"), *rates
                 )
             except Exception as error:  # noqa: BLE001  recorded
                 record = outcome_of(error)
@@ -202,4 +203,7 @@ def _bandwidth(device: torch.device) -> Results:
 
 
 def _bench(plan: Plan, device: torch.device, size: str) -> Bench:
-    return Bench(*load(size, str(device)), tiny_prompts(), plan.prompt_tokens, plan.new_tokens)
+    target, draft, tokenizer = load(size, str(device), plan.drafter)
+    method = None if plan.drafter is None else load_tiny_drafter(plan.drafter, target)
+    lengths = plan.prompt_tokens, plan.new_tokens
+    return Bench(target, draft, tokenizer, tiny_prompts(), *lengths, method=method)

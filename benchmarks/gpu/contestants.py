@@ -11,7 +11,7 @@ import torch
 from transformers import CompileConfig
 
 from benchmarks.gpu.continuous import ContinuousBatching
-from benchmarks.gpu.variants import VARIANTS
+from benchmarks.gpu.variants import CONFIGS, CONSTANTS, VARIANTS
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench, GenerateCall, Method
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import UnsupportedOptionError
@@ -32,11 +32,12 @@ class SameAsError(Exception):
 
 
 METHODS = tuple(dict.fromkeys((*IMPORTANT, CONTINUOUS, *VARIANTS)))
+ALL_METHODS = (*METHODS, *CONSTANTS)  # METHODS are timed if none is named
 
 
 def names_at(batch: int, methods: Sequence[str] = METHODS) -> list[str]:
     """Return the names of those of ``methods`` that support a batch size, most important first."""
-    return [name for name in METHODS if name in methods and (name != ASSISTED or batch == 1)]
+    return [name for name in ALL_METHODS if name in methods and (name != ASSISTED or batch == 1)]
 
 
 @contextlib.contextmanager
@@ -52,11 +53,12 @@ def contestant(bench: Bench, batch: int, name: str) -> Iterator[tuple[Method, di
     run: GenerateCall = bench.stock()
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     with contextlib.ExitStack() as stack:
-        if name in VARIANTS:
-            facts |= _effective(target, VARIANTS[name])
+        if name in CONFIGS:
+            facts |= _effective(target, CONFIGS[name])
             if (other := _same_as(target, name, facts)) is not None:
                 raise SameAsError(other)
-            run = bench.ours(VARIANTS[name])
+            # What compiles forwards on a CPU would be waited for in a dry run.
+            run = bench.ours(CONFIGS[name].model_copy(update={"compile": False}))
         elif name == ASSISTED:
             run = bench.stock(assistant_model=bench.draft)
         elif name == COMPILED:
@@ -83,8 +85,8 @@ def _effective(target: Any, config: SLOSpecConfig) -> dict[str, Any]:
 def _same_as(target: Any, name: str, facts: dict[str, Any]) -> str | None:
     """Return an earlier variant with the same effective settings."""
     by_machine = {"attention", "cuda_graphs"}
-    for other, config in list(VARIANTS.items())[: list(VARIANTS).index(name)]:
-        if config.model_dump(exclude=by_machine) == VARIANTS[name].model_dump(exclude=by_machine):
+    for other, config in list(CONFIGS.items())[: list(CONFIGS).index(name)]:
+        if config.model_dump(exclude=by_machine) == CONFIGS[name].model_dump(exclude=by_machine):
             with contextlib.suppress(UnsupportedOptionError):  # the other one is refused here
                 if _effective(target, config) == facts:
                     return other

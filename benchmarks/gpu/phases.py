@@ -14,7 +14,7 @@ from benchmarks.gpu.identity import identity
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.resuming import is_done
 from benchmarks.gpu.suite import gpu_tests
-from benchmarks.gpu.variants import VARIANTS
+from benchmarks.gpu.variants import CONFIGS
 
 BEGIN_SHARE = 0.95  # measurements are started until this share of the time limit
 # at most, of the time limit; the rest is for speed
@@ -86,7 +86,7 @@ def exit_code(results: Results, checks: bool = True) -> int:
         row
         for cell in results.get("speed", ())
         for row in cell["contestants"]
-        if row["name"] in VARIANTS
+        if row["name"] in CONFIGS
     ]
     records: list[dict[str, Any]] = [results.get("tests", {}), *results.get("identity", ()), *ours]
     is_identical = any(

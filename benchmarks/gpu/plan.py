@@ -22,8 +22,11 @@ class Plan:
     identity_size: str
     profiles: bool = False
     methods: tuple[str, ...] = METHODS
+    drafter: str | None = None  # the embedded head that drafts; None: the embedded draft model
 
     @property
     def checks(self) -> bool:
-        """Return whether identity and tests are checked: not where only some methods are timed."""
-        return self.methods == METHODS
+        """Return whether identity and tests are checked: not where only some methods are timed, or with
+        a head.
+        """
+        return self.methods == METHODS and self.drafter is None

@@ -11,7 +11,8 @@ from torch import nn
 
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.model.checksum import component_reader
-from hf_slospec.server.loading import load_pair
+from hf_slospec.server.loading import load_models
+from hf_slospec.server.model_options import ModelOptions
 from hf_slospec.tiny.shapes import SIZES
 
 # By the part of a size after its last "-": torchao's config, and its options. Its other packing
@@ -25,15 +26,17 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 ALL_SIZES = tuple(each for size in SIZES for each in (*(f"{size}-{f}" for f in FORMATS), size))
 
 
-def load(size: str, device: str) -> tuple[Any, Any, Any]:
-    """Return target, draft and tokenizer of a size, the target quantised if the size says so.
+def load(size: str, device: str, drafter: str | None = None) -> tuple[Any, Any, Any]:
+    """Return target, draft (None with a ``drafter``, the name of an embedded head) and tokenizer of
+    a size, the target quantised if the size says so.
 
     Raises:
         UnsupportedOptionError: torchao is not installed, or lacks the format on this device.
     """
     shape, _, name = size.partition("-")
     quantise = _quantiser(name) if name else None
-    pair = load_pair(None, None, shape, "bfloat16", device)
+    options = ModelOptions(size=shape, dtype="bfloat16", device=device, drafter=drafter)
+    pair = load_models(options)
     if quantise is not None:
         try:
             quantise(pair[0])
@@ -47,7 +50,7 @@ def load(size: str, device: str) -> tuple[Any, Any, Any]:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise UnsupportedOptionError(f"torchao has no {name} weights here: {error}") from error
-    return pair
+    return pair.target, pair.draft if drafter is None else None, pair.tokenizer
 
 
 def _quantiser(name: str) -> Callable[[nn.Module], None]:

@@ -174,7 +174,9 @@ def _digest(row: torch.Tensor) -> str:
 
 
 def _phases(samples: list[Sample]) -> Record:
-    """Return the mean milliseconds of a decoding step by phase, and medians of its verify phase."""
+    """Return the mean milliseconds of a decoding step by phase, and of a draft level where there
+    were some, and medians of its verify phase.
+    """
     events = [event for sample in samples for event in sample.steps or () if event.num_decoding]
     if not events:
         return {}
@@ -185,7 +187,10 @@ def _phases(samples: list[Sample]) -> Record:
         "verify": total.verify_s,
         "host": total.host_s,
     }
-    return {
+    num_levels = sum(event.draft_levels for event in events)
+    drafted_s = sum(event.phases.draft_s for event in events if event.draft_levels)
+    levels = {"ms_per_draft_level": round(1e3 * drafted_s / num_levels, 3)} if num_levels else {}
+    return levels | {
         "ms_per_step": {
             phase: round(1e3 * spent / len(events), 3) for phase, spent in seconds.items()
         },

@@ -14,3 +14,17 @@ VARIANTS: dict[str, SLOSpecConfig] = {
     f"{OURS}, fixed tree": SLOSpecConfig(policy="fixed"),
     f"{OURS}, no drafts": SLOSpecConfig(policy="none"),
 }
+
+# Constant drafts, which are timed if they are named: chains, and trees of so many nodes.
+CONSTANTS: dict[str, SLOSpecConfig] = {
+    f"{OURS}, {name}": SLOSpecConfig(policy="fixed", max_depth=depth, max_width=width)
+    for name, depth, width in (
+        ("chain of 2", 2, 1),
+        ("chain of 4", 4, 1),
+        ("chain of 8", 8, 1),
+        ("chain of 16", 16, 1),
+        ("tree of 8", 4, 2),
+        ("tree of 16", 4, 4),
+    )
+}
+CONFIGS = VARIANTS | CONSTANTS

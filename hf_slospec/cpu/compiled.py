@@ -87,7 +87,7 @@ class CompiledPath(ForwardPath):
         if facts.varies_rope:
             return "its rotary embeddings depend on the length"
         if config.attention == "4d_mask":
-            return "attention='4d_mask' is the plain reference"
+            return "attention='4d_mask' calls the model's own attention"
         if any(device.type != "cpu" for device in facts.kv_devices):
             return "only models on a CPU are compiled"
         if facts.has_own_attention or facts.has_latent_attention:

@@ -8,8 +8,9 @@ def register() -> None:
     from hf_slospec.cuda import flash_attention, tree_attention
     from hf_slospec.cuda.captured import CudaGraphPath
     from hf_slospec.cuda.exact import InvariantProducts
+    from hf_slospec.cuda.fastest import FastestAttention
     from hf_slospec.cuda.fused_layers import FusedLayers
-    from hf_slospec.model.attention.backends import KERNELS, Kernels
+    from hf_slospec.model.attention.backends import FASTEST, KERNELS, Kernels
     from hf_slospec.model.linear_overrides import register_override
     from hf_slospec.model.paths import register_path
 
@@ -20,6 +21,7 @@ def register() -> None:
     KERNELS["flash"] = Kernels(
         flash_attention.why_no_kernel, lambda layers, _: flash_attention.new_flash_attention(layers)
     )
+    FASTEST[:] = [FastestAttention]
     register_path(CudaGraphPath)
     register_override(FusedLayers.for_model)
     register_override(InvariantProducts.for_model)

@@ -6,12 +6,14 @@ different sequences are masked."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers.masking_utils import causal_mask_function
 
 from hf_slospec.families.recurrent import STATE_KINDS
 from hf_slospec.model.attention.hook import AttentionHook, Positions, run_model
@@ -46,13 +48,12 @@ class GatheredHook(AttentionHook):
 
     only_masks = True
     positions: Positions
+    # The model builds no mask by transformers, and takes one as its argument ``attention_mask``.
+    passes_mask = False
 
     def build_mask(self, name: str, plain: Callable[..., Any], **options: Any) -> torch.Tensor:
         allowed = self.allowed(options["mask_function"], options.get("local_size"))[None, None]
-        if name == "sdpa":
-            return allowed
-        dtype = options["dtype"]
-        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+        return allowed if name == "sdpa" else _added(allowed, options["dtype"])
 
     def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
         """Return the mask of the forward for layers with this mask function.
@@ -70,6 +71,11 @@ class GatheredHook(AttentionHook):
         if any(name.endswith("token_type_ids") for name, _ in model.named_buffers()):
             # Models otherwise slice this buffer to the forward's length, and it may be shorter.
             options["token_type_ids"] = torch.zeros_like(self.positions.of_tokens)
+        if self.passes_mask:
+            rule: Any = causal_mask_function
+            allowed = self.allowed(rule, None)[None, None]
+            dtype = model.get_input_embeddings().weight.dtype
+            options["attention_mask"] = _added(allowed, dtype)
         return options
 
     @property
@@ -91,6 +97,11 @@ class GatheredHook(AttentionHook):
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
         """Return the number of keys, and 0 as the index of the first one."""
         return self._num_keys, 0
+
+
+def _added(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a boolean mask as one that is added to scores, as transformers makes it."""
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,14 +161,18 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
 class GatheredForward(GatheredHook):
     """Hook of one packed forward, which the model receives as its cache."""
 
-    def __init__(self, pool: KVPool, batch: Plans, position_ids: torch.Tensor):
+    def __init__(
+        self, pool: KVPool, batch: Plans, position_ids: torch.Tensor, passes_mask: bool = False
+    ):
         """Begin a forward.
 
         Args:
             pool: K/V pool of the batch's sequences.
             batch: plans of the batch, which are made on first use.
             position_ids: [1, num_tokens] int64.
+            passes_mask: see :class:`GatheredHook`.
         """
+        self.passes_mask = passes_mask
         self.pool = pool
         self.batch = batch
         plan: GatheredPlan = batch.plan(plan_gathered, position_ids.device)
@@ -207,9 +222,11 @@ class GatheredForward(GatheredHook):
 class GatheredProbe(GatheredHook):
     """Probe that records, in a forward of one token, what layers store and which masks they use."""
 
-    def __init__(self, position_ids: torch.Tensor) -> None:
+    def __init__(self, position_ids: torch.Tensor, passes_mask: bool = False) -> None:
         self.positions = Positions(position_ids, position_ids[0])
+        self.passes_mask = passes_mask
         self._shapes: dict[int, LayerShape] = {}
+        self._num_cached = set[int]()  # numbers of tokens that layers cached
         self._windows: set[int | None] = set()  # windows of the masks that were built; None: full
         self._counting: set[int] = set()  # indices of layers that ask for the cache's length
 
@@ -223,6 +240,7 @@ class GatheredProbe(GatheredHook):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record the shapes of a layer's K and V, [1, num_kv_heads, 1, dim], and return both."""
+        self._num_cached.add(key.shape[2])
         index_key = self._shapes[layer_idx].index_key if layer_idx in self._shapes else None
         self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value), index_key)
         return key, value
@@ -240,6 +258,13 @@ class GatheredProbe(GatheredHook):
         self._windows.add(window)
         return torch.ones(1, 1, dtype=torch.bool, device=self.positions.of_tokens.device)
 
+    @property
+    def lacks_masks(self) -> bool:
+        """Return whether layers kept K and V of the token, and transformers was asked for no
+        mask.
+        """
+        return self._num_cached == {1} and not self._windows
+
     def layers(self, model: Any) -> list[AttentionLayer]:
         """Return the model's layers in order of their indices.
 
@@ -251,7 +276,7 @@ class GatheredProbe(GatheredHook):
             raise cannot_be_packed(
                 model, f"{len(indices)} of its layers keep K and V in a cache of transformers'"
             )
-        if not self._windows:
+        if not self._windows and not self.passes_mask:
             raise cannot_be_packed(
                 model, "it builds masks of its own, not by transformers.masking_utils"
             )
@@ -262,7 +287,7 @@ class GatheredProbe(GatheredHook):
         ]
         expects = kinds & {"sliding_attention", "chunked_attention"} if kinds else True
         if (
-            self._windows == {None}
+            self._windows <= {None}
             and expects
             and any(is_reached(window, model) for window in windows)
         ):
@@ -293,6 +318,10 @@ class Gathered(ModelFamily):
 
     kinds = (*DECODER.kinds, *STATE_KINDS, "indexed_attention")
 
+    def __init__(self, passes_mask: bool = False):
+        """Make the family; ``passes_mask``: see :class:`GatheredHook`."""
+        self.passes_mask = passes_mask
+
     def claims(self, model: Any) -> bool:
         # Recurrent states and cross-attention work only through transformers' attention interface,
         # so stateful models of known layer types and encoder-decoders are left to other families.
@@ -304,10 +333,17 @@ class Gathered(ModelFamily):
 
     def probe(self, model: Any, ids: torch.Tensor) -> tuple[ModelFamily, list[AttentionLayer]]:
         with refused_if_it_fails(model):
-            probe = GatheredProbe(ids)
+            probe = GatheredProbe(ids, self.passes_mask)
             run_model(model, probe, input_ids=ids, position_ids=ids)
+            takes_mask = "attention_mask" in inspect.signature(type(model).forward).parameters
+            if probe.lacks_masks and takes_mask:
+                # A trial follows, which refuses models that do not read the mask as it is.
+                return UNDER_MASK.probe(model, ids)
             return self, probe.layers(model)
 
     def new_hook(self, *arguments: Any) -> GatheredForward:
         pool, batch, _, _, position_ids, _ = arguments
-        return GatheredForward(pool, batch, position_ids)
+        return GatheredForward(pool, batch, position_ids, self.passes_mask)
+
+
+UNDER_MASK = Gathered(passes_mask=True)  # models that build masks of their own

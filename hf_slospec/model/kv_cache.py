@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
@@ -13,7 +14,7 @@ from weakref import WeakSet, ref
 import torch
 
 from hf_slospec.forks import Lock, reset_in_children
-from hf_slospec.model.batch import CachedSequence, LayerShape
+from hf_slospec.model.batch import CachedSequence, LayerShape, Stored
 from hf_slospec.model.memory import (
     as_memory_error,
     holders_of_idle_memory,
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
     from hf_slospec.model.paths import ForwardPath
 
 
+NUM_PARTS = 2  # tensors that layers with the same shape of K or V are divided among
+
+
 class KVPool:
     """Tensors with slots for K and V of all layers; a slot holds one token.
 
-    Layers whose K or V have the same shape share one tensor, so that moving tokens costs one copy
-    per shape, not per layer. Sequences are referenced weakly: the slots of a sequence that was
-    garbage collected are free.
+    Layers whose K or V have the same shape share two tensors: moving tokens costs two copies per
+    shape, not one per layer, and enlarging the pool needs a second copy of one of them at a time.
+    Sequences are referenced weakly: the slots of a sequence that was garbage collected are free.
     """
 
     def __init__(self, layout: Sequence[LayerShape], num_slots: int, num_padding_slots: int = 0):
@@ -44,28 +48,35 @@ class KVPool:
         """
         self.num_slots = num_slots
         self.num_padding_slots = num_padding_slots
+        self._layout = layout
         kinds = [stored for shape in layout for stored in shape.stored]
         num_rows = num_slots + num_padding_slots
-        # Zeros rather than uninitialised memory: the 4d_mask reference multiplies masked slots by a
-        # weight of 0, and 0 * NaN is NaN.
-        with torch.inference_mode(False):  # the pool may outlive the caller's inference mode
-            self._stacks = {
-                kind: lazy_zeros(
-                    (kinds.count(kind), num_rows, kind.num_heads, kind.dim), kind.dtype, kind.device
-                )
-                for kind in dict.fromkeys(kinds)
-            }
-        layers = {kind: iter(stack) for kind, stack in self._stacks.items()}
-        # By layer: K, V and index keys if it has any, each [num_slots + num_padding_slots,
-        # num_heads, dim].
-        self.layers = [[next(layers[kind]) for kind in shape.stored] for shape in layout]
-        self.keys = [layer[0] for layer in self.layers]
-        self.values = [layer[1] for layer in self.layers]
-        self.index_keys = [layer[2] if len(layer) > 2 else None for layer in self.layers]
+        self._stacks: dict[tuple[Stored, int], torch.Tensor] = {}
+        for kind, number in Counter(kinds).items():
+            for part in range(NUM_PARTS):
+                size = number * (part + 1) // NUM_PARTS - number * part // NUM_PARTS
+                if size:
+                    self._stacks[kind, part] = _zeros(size, num_rows, kind)
+        self._list_layers()
         self.sequences = WeakSet[CachedSequence]()
         devices = {stack.device for stack in self._stacks.values() if stack.device.type == "cuda"}
         # CUDA streams that used the pool last, by device.
         self._streams = {device: torch.cuda.current_stream(device) for device in devices}
+
+    def _list_layers(self) -> None:
+        kinds = dict.fromkeys(kind for kind, _ in self._stacks)
+        layers = {
+            kind: iter(
+                [s for (own, _), stack in self._stacks.items() if own == kind for s in stack]
+            )
+            for kind in kinds
+        }
+        # By layer: K, V and index keys if it has any, each [num_slots + num_padding_slots,
+        # num_heads, dim].
+        self.layers = [[next(layers[kind]) for kind in shape.stored] for shape in self._layout]
+        self.keys = [layer[0] for layer in self.layers]
+        self.values = [layer[1] for layer in self.layers]
+        self.index_keys = [layer[2] if len(layer) > 2 else None for layer in self.layers]
 
     @property
     def num_free(self) -> int:
@@ -166,20 +177,63 @@ class KVPool:
         destination.position_offset = source.position_offset
         destination.states = states
 
-    def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
-        """Move all sequences of another pool with the same layers to this empty pool.
+    def take_over(self, other: KVPool, num_slots: int) -> None:
+        """Take over all sequences of a pool with the same layers and fewer slots; they keep their
+        slots.
 
-        Args:
-            other: the pool that holds the sequences' K/V.
-            capacities: number of slots for each sequence; may include new sequences.
+        This pool has no slots and gets ``num_slots``. The other one's tensors are freed one after
+        the other, so that there is never a second copy of all, and it cannot be used afterwards.
+
+        Raises:
+            torch.OutOfMemoryError: if that is before the first tensor, neither pool has changed;
+                else this pool has all sequences, and the other one's number of slots.
         """
-        starts = list(itertools.accumulate(capacities.values(), initial=0))
-        for sequence, start in zip(capacities, starts, strict=False):
-            self._copy_slots(other, sequence.start, start, sequence.num_written)
-        for sequence, start in zip(capacities, starts, strict=False):
+        taken = dict[tuple[Stored, int], torch.Tensor]()
+        num_rows = num_slots + other.num_padding_slots
+        is_whole = False
+        try:
+            for key in other._stacks:
+                stack = other._stacks[key]
+                larger = _zeros(len(stack), num_rows, key[0])
+                for sequence in other.sequences:
+                    used = slice(sequence.start, sequence.start + sequence.num_written)
+                    larger[:, used] = stack[:, used]
+                taken[key] = larger
+                other._stacks[key] = self._stacks[key]  # without slots
+                other._list_layers()
+                del stack
+            is_whole = True
+        finally:
+            if taken or is_whole:  # layers with states alone have no tensors
+                self._stacks = other._stacks | taken
+                self._list_layers()
+                self.num_slots = num_slots if is_whole else other.num_slots
+                self.num_padding_slots = other.num_padding_slots
+                self.sequences.update(other.sequences)
+
+    def spread(self, capacities: Mapping[CachedSequence, int]) -> None:
+        """Give all sequences of the pool, and new ones, as many slots as they hold or more.
+
+        Raises:
+            torch.OutOfMemoryError: there was no memory for a copy; all sequences keep their K/V and
+                their number of slots.
+        """
+        ranges = sorted(self.sequences, key=lambda sequence: sequence.start)
+        new = [sequence for sequence in capacities if sequence not in self.sequences]
+        starts = list(
+            itertools.accumulate((capacities[each] for each in (*ranges, *new)), initial=0)
+        )
+        # First all move to the left, where they are in the way of none, then from the last one on
+        # to the right.
+        least = itertools.accumulate((each.capacity for each in ranges), initial=0)
+        for sequence, start in zip(ranges, least, strict=False):
+            self._shift(sequence, start)
+        for sequence, start in reversed(list(zip(ranges, starts, strict=False))):
+            self._shift(sequence, start)
+        for sequence, start in zip((*ranges, *new), starts, strict=False):
             sequence.start = start
             sequence.capacity = capacities[sequence]
-        self.sequences.update(capacities)
+        self.sequences.update(new)
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copy K/V of all layers between slots. All ``source`` slots are read before the first is
@@ -187,11 +241,13 @@ class KVPool:
         """
         if not source:
             return
+        slots = [torch.tensor(source, device="cpu"), torch.tensor(destination, device="cpu")]
+        on_devices = {
+            device: to_device(slots, device)
+            for device in dict.fromkeys(stack.device for stack in self._stacks.values())
+        }
         for stack in self._stacks.values():
-            from_slots, to_slots = to_device(
-                [torch.tensor(source, device="cpu"), torch.tensor(destination, device="cpu")],
-                stack.device,
-            )
+            from_slots, to_slots = on_devices[stack.device]
             stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))
 
     def check(self) -> None:
@@ -206,6 +262,16 @@ class KVPool:
             assert 0 <= length <= capacity and start + capacity <= following, (
                 "KV slots belong to two sequences"
             )
+
+
+def _zeros(number: int, num_rows: int, kind: Stored) -> torch.Tensor:
+    """Return K or V of a number of layers.  -> [number, num_rows, num_heads, dim]
+
+    Zeros rather than uninitialised memory: dense attention multiplies masked slots by a weight of
+    0, and 0 * NaN is NaN.
+    """
+    with torch.inference_mode(False):  # the pool may outlive the caller's inference mode
+        return lazy_zeros((number, num_rows, kind.num_heads, kind.dim), kind.dtype, kind.device)
 
 
 class KVCache:
@@ -264,14 +330,19 @@ class KVCache:
         pool = self.pool
         held = {sequence: sequence.capacity for sequence in pool.sequences}
         if (needed := sum((held | larger).values())) > pool.num_slots:
-            if pool.num_slots and not held:  # free the empty pool before allocating a larger one
+            doubled = 2 * pool.num_slots if held else 0
+            number = max(needed, doubled if max_slots is None else min(doubled, max_slots))
+            if not held:  # free the empty pool before allocating a larger one
                 pool = self._pool = self._new_pool(0)
-            doubled = 2 * pool.num_slots
-            grown = self._new_pool(
-                max(needed, doubled if max_slots is None else min(doubled, max_slots))
-            )
-            grown.take_over(pool, held | larger)
-            self._pool = grown
+                pool = self._pool = self._new_pool(number)
+            else:
+                grown = self._new_pool(0)
+                try:
+                    grown.take_over(pool, number)
+                finally:
+                    if grown.num_slots:
+                        pool = self._pool = grown
+            pool.spread(held | larger)
             return
         try:
             for sequence, capacity in larger.items():

@@ -134,8 +134,8 @@ def load_models(options: ModelOptions) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated
     to ``size``.
 
-    The embedded pair: size 8B has the shape of Llama-3.1-8B, and its draft model the shape of
-    Llama-3.2-1B; targets of all other sizes have the embedded draft model.
+    The embedded pair: size 8B has the shape of Llama-3.1-8B, and its draft model, if it drafts, the
+    shape of Llama-3.2-1B; targets of all other sizes have the embedded draft model.
 
     Named models: a name may also be a GGUF file, whose weights are dequantized, with the tokenizer
     of its folder if there is one. Without ``allow_pickle``, weights are read only from safetensors
@@ -175,7 +175,7 @@ def load_models(options: ModelOptions) -> Pair:
     pair: Any = load_tiny_pair(dtype)
     model = pair[0].to(device)
     draft = pair[1].to(device)
-    if options.size in DRAFT_SHAPES:
+    if options.size in DRAFT_SHAPES and ASSISTANT in options.parts:
         draft = inflate(draft, DRAFT_SHAPES[options.size])
     if options.size != "tiny":
         model = inflate(model, SHAPES[options.size])

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.tiny.shapes import HEAD_SHAPES, SHAPES, Shape
 
 FOLDER = Path(__file__).parent / "pair"
 HIDDEN = 256  # hidden size of the embedded target
@@ -37,7 +38,8 @@ def load_tiny_pair(
 def load_tiny_drafter(kind: str, target: LlamaForCausalLM) -> DraftMethod:
     """Return the embedded target's trained EAGLE-3 head or MTP layer, to be passed as ``drafter=``.
 
-    It is part of the package, so nothing is downloaded.
+    It is part of the package, so nothing is downloaded. For a target of the shape of Llama-3.1-8B, an
+    EAGLE-3 head has the shape of published ones for it, and accepts as the small head does.
 
     Args:
         kind: ``"eagle3"`` or ``"mtp"``.
@@ -56,7 +58,16 @@ def load_tiny_drafter(kind: str, target: LlamaForCausalLM) -> DraftMethod:
         plain = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=target.dtype)
         plain.to(target.device)
     head: Any = load_head(str(FOLDER / kind), plain)
-    return HeadMethod(head if plain is target else inflate_head(head, plain, target))
+    if plain is target:
+        return HeadMethod(head)
+    size = next((name for name in HEAD_SHAPES if _has_shape(target, SHAPES[name])), None)
+    shape = HEAD_SHAPES[size] if size is not None and kind == "eagle3" else None
+    return HeadMethod(inflate_head(head, plain, target, shape))
+
+
+def _has_shape(model: LlamaForCausalLM, shape: Shape) -> bool:
+    sizes = {name: size for name, size in shape._asdict().items() if size is not None}
+    return all(getattr(model.config, name) == size for name, size in sizes.items())
 
 
 def tiny_prompts() -> list[str]:

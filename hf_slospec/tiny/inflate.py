@@ -67,7 +67,11 @@ def config_of(model: LlamaForCausalLM, shape: Shape) -> LlamaConfig:
 
 @torch.no_grad()
 def inflate_head(
-    head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, seed: int = 0
+    head: Head,
+    plain: LlamaForCausalLM,
+    target: LlamaForCausalLM,
+    shape: Shape | None = None,
+    seed: int = 0,
 ) -> Head:
     """Return a larger head that drafts for an inflated target what ``head`` drafts for the plain
     one.
@@ -76,8 +80,15 @@ def inflate_head(
         head: an EAGLE-3 head or MTP layer of ``plain``.
         plain: the model before :func:`inflate`.
         target: the inflated model.
+        shape: size of an EAGLE-3 head, of the target's hidden size; its ``vocab_size`` is that of
+            the head's own ids. None: scaled with the hidden size, with the same ids.
         seed: seed of the random weights, which do not affect the output.
+
+    Raises:
+        InvalidInputError: the shape cannot hold the head.
     """
+    if shape is not None and (why_not := _why_no_head(head, plain, target, shape)) is not None:
+        raise InvalidInputError(f"{shape} cannot hold this head: {why_not}")
     factor = target.config.hidden_size // plain.config.hidden_size
     larger: Any
     old: Any = head.config
@@ -89,12 +100,23 @@ def inflate_head(
                 "num_attention_heads": old.num_attention_heads * factor,
                 "num_key_value_heads": old.num_key_value_heads * factor,
                 "rms_norm_eps": old.rms_norm_eps / factor,
+            } | (shape._asdict() if shape else {}) | {
+                "tie_word_embeddings": False,
                 "vocab_size": target.config.vocab_size,
             })  # fmt: skip
-            settings = replace(head.settings, target_hidden_size=target.config.hidden_size)
+            ids = head.target_ids
+            if ids is not None and shape is not None:
+                assert shape.vocab_size is not None
+                more = torch.arange(shape.vocab_size - len(ids), device=ids.device)
+                ids = torch.cat((ids, more + plain.config.vocab_size))
+            settings = replace(
+                head.settings,
+                target_hidden_size=target.config.hidden_size,
+                draft_vocab_size=head.draft_vocab_size if ids is None else len(ids),
+            )
             larger = Eagle3Head(config, settings, target.get_input_embeddings())
-            if head.target_ids is not None:
-                larger.set_vocabulary(head.target_ids)
+            if ids is not None:
+                larger.set_vocabulary(ids)
         else:
             larger = MtpHead(target)
     larger.to(target.dtype).eval()
@@ -104,8 +126,56 @@ def inflate_head(
         Placement(old, larger.config),
         seed,
     )
+    if isinstance(head, Eagle3Head) and larger.draft_vocab_size > head.draft_vocab_size:
+        _exclude_draft_ids(larger, head)
     inflated: Head = larger
     return inflated
+
+
+def _why_no_head(head: Any, plain: Any, target: Any, shape: Shape) -> str | None:
+    """Return why a head cannot be inflated to a shape; None if it can."""
+    if not isinstance(head, Eagle3Head) or head.target_ids is None:
+        return "it is no EAGLE-3 head with ids of its own"
+    if None in shape[:-1]:
+        return "all its sizes must be given"
+    old: Any = head.config
+    if shape.hidden_size != target.config.hidden_size or shape.num_hidden_layers != 1:
+        return f"it needs the target's hidden size {target.config.hidden_size}, and one layer"
+    if old.num_hidden_layers != 1 or old.attention_bias:
+        return "the head must have one layer, without biases"
+    sizes: Any = shape
+    if sizes.num_key_value_heads <= old.num_key_value_heads:
+        return f"it needs more than {old.num_key_value_heads} K/V heads"
+    num_more = sizes.vocab_size - head.draft_vocab_size
+    if not 0 <= num_more <= target.config.vocab_size - plain.config.vocab_size:
+        return f"it needs at least {head.draft_vocab_size} ids, and a target with as many additional ids"
+    return None
+
+
+def _exclude_draft_ids(larger: Eagle3Head, head: Eagle3Head) -> None:
+    """Set weights of an inflated head that give its additional ids very low logits.
+
+    The inflated target's embeddings have a constant channel. An additional K/V head carries it to
+    the hidden state: attention weights are positive and sum to 1, so that it stays near that value
+    whatever the tokens are. Only the output layer reads it there.
+    """
+    layer: Any = larger.midlayer
+    config: Any = larger.config
+    attention = layer.self_attn
+    channel = head.config.hidden_size
+    free = head.config.num_key_value_heads  # the first K/V head that holds nothing
+    first_query = free * (config.num_attention_heads // config.num_key_value_heads)
+    layer.input_layernorm.weight[channel] = (config.hidden_size / channel) ** -0.5
+    layer.hidden_norm.weight[channel] = 0.0
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.weight[:, channel] = 0.0
+    attention.v_proj.weight[free * config.head_dim] = 0.0
+    attention.v_proj.weight[free * config.head_dim, channel] = 1.0
+    attention.o_proj.weight[channel, first_query * config.head_dim] = 1.0
+    output: Any = larger.lm_head.weight
+    output[:, channel] = 0.0
+    output[head.draft_vocab_size :] = 0.0
+    output[head.draft_vocab_size :, channel] = NEVER
 
 
 def _check_holds(shape: Any, old: Any, dtype: torch.dtype) -> None:

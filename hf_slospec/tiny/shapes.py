@@ -32,4 +32,9 @@ SHAPES = {
 DRAFT_SHAPES = {
     "8B": Shape(2048, 8192, 16, 32, 8, 64, 128256, tie_word_embeddings=True),  # Llama-3.2-1B
 }
+# Shapes of EAGLE-3 heads by the size of their target, with the head's own vocabulary; heads of
+# other sizes are scaled with the hidden size.
+HEAD_SHAPES = {
+    "8B": Shape(4096, 14336, 1, 32, 8, 128, 32000),  # as those of EAGLE's authors for Llama-3.1-8B
+}
 SIZES = ("tiny", *SHAPES)

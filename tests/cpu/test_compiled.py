@@ -326,7 +326,7 @@ def test_a_compiler_ends_with_the_process_that_started_it(tmp_path):
     ("settings", "reason"),
     [
         (dict(compile=False), "compile=False"),
-        (dict(attention="4d_mask"), "attention='4d_mask' is the plain reference"),
+        (dict(attention="4d_mask"), "attention='4d_mask' calls the model's own attention"),
     ],
 )
 def test_settings_without_compiled_forwards(model, settings, reason):

@@ -41,3 +41,13 @@ def test_a_draft_level_is_one_replay_and_three_operations(captures, monkeypatch,
     for replayed, plain in zip(trees[-1], trees[1], strict=True):
         assert replayed.tokens.tolist() == plain.tokens.tolist()
         assert replayed.parents.tolist() == plain.parents.tolist()
+
+
+def test_accepted_nodes_move_by_five_operations(monkeypatch):
+    """The slots, and for each half of the layers what is read and what is written."""
+    monkeypatch.setattr(kernel_choice, "KERNELS", (TorchVarlen,))
+    bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16), (11,))
+    pool = bench.sequences.cache.pool
+    with device_operations() as names:
+        pool.move([5, 7], [3, 4])
+    assert len(names) == 5, names

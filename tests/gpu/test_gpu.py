@@ -32,7 +32,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here
     serve,
     test_a_capture_that_fails_leaves_cuda_usable,
     test_an_answer_one_question_late,
-    test_auto_is_triton_and_flash_is_flash,
+    test_auto_is_the_faster_of_triton_and_flash,
     test_drafting_and_verifying_wait_for_nothing,
     test_fp32_token_for_token_by_sdpa,
     test_pieces_of_few_keys,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import weakref
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.model import kv_cache
 from hf_slospec.model import sequences as room
 from hf_slospec.model.batch import CachedSequence, LayerShape
 from hf_slospec.model.kv_cache import KVCache, KVPool
@@ -115,6 +117,67 @@ def test_without_memory_for_a_larger_pool_nothing_changes(monkeypatch):
                 cache.reserve({held: 9, new: 4})
         assert cache.pool is pool and (new.start, new.capacity) == (0, 0)
         check(cache, {held: (7.0, 5)})
+
+
+def test_growing_frees_each_tensor_before_the_next_one(monkeypatch):
+    cache = KVCache(new_pool, new_pool(0))
+    held = [CachedSequence() for _ in range(3)]
+    cache.reserve(dict.fromkeys(held, 5))
+    for marker, sequence in enumerate(held):
+        write(cache, sequence, float(marker))
+    old = [weakref.ref(stack) for stack in cache.pool._stacks.values()]
+    alive = list[int]()
+    zeros = kv_cache._zeros
+
+    def counted(number, num_rows, kind):
+        if num_rows:
+            alive.append(sum(one() is not None for one in old))
+        return zeros(number, num_rows, kind)
+
+    monkeypatch.setattr(kv_cache, "_zeros", counted)
+    cache.reserve(dict.fromkeys(held, 9))
+    assert alive == [*range(len(old), 0, -1)] and len(old) > 1
+    check(cache, {sequence: (float(marker), 5) for marker, sequence in enumerate(held)})
+
+
+def test_a_pool_of_layers_with_states_alone_grows():
+    cache = KVCache(lambda num_slots: KVPool([], num_slots), KVPool([], 0))
+    first, second = CachedSequence(), CachedSequence()
+    cache.reserve({first: 5})
+    cache.reserve({second: 6})
+    cache.pool.check()
+    assert (cache.pool.num_slots, cache.num_held) == (11, 11)
+
+
+def test_without_memory_for_the_last_tensor_sequences_stay_where_they_are(monkeypatch):
+    cache = KVCache(new_pool, new_pool(0))
+    held = [CachedSequence() for _ in range(3)]
+    new = CachedSequence()
+    cache.reserve(dict.fromkeys(held, 5))
+    for marker, sequence in enumerate(held):
+        write(cache, sequence, float(marker))
+    pool = cache.pool
+    calls = list[int]()
+    zeros = kv_cache._zeros
+
+    def exhausted(number, num_rows, kind):
+        if num_rows:
+            calls.append(num_rows)
+        if len(calls) == len(pool._stacks):
+            raise torch.OutOfMemoryError("of the test")
+        return zeros(number, num_rows, kind)
+
+    values = {sequence: (float(marker), 5) for marker, sequence in enumerate(held)}
+    with monkeypatch.context() as short:
+        short.setattr(kv_cache, "_zeros", exhausted)
+        with pytest.raises(MemoryError):
+            cache.reserve({held[0]: 9, new: 4})
+    assert cache.pool is not pool  # graphs have the addresses of the one before
+    assert (cache.pool.num_slots, cache.num_held, new.capacity) == (15, 15, 0)
+    check(cache, values)
+    cache.reserve({held[0]: 9, new: 4})
+    write(cache, new, 7.0)
+    check(cache, values | {new: (7.0, new.length)})
 
 
 # ---- one cache for all users of a model

@@ -84,7 +84,7 @@ def test_fp32_token_for_token_by_sdpa(family, sampling):
     )
 
 
-def test_auto_is_triton_and_flash_is_flash():
+def test_auto_is_the_faster_of_triton_and_flash():
     half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
     kernel = kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
@@ -93,7 +93,7 @@ def test_auto_is_triton_and_flash_is_flash():
         packed_model(half, attention).backend.__name__ for attention in ("auto", "triton", "flash")
     ]
     assert names == [
-        "tree_attention[triton]",
+        f"fastest_attention[tree_attention[triton]; flash_attention[{kernel.name}]]",
         "tree_attention[triton]",
         f"flash_attention[{kernel.name}]",
     ]

@@ -95,14 +95,16 @@ class Kernels(NamedTuple):
 
 # Name of the option ``attention`` -> its kernels, in the order in which "auto" tries them.
 KERNELS: dict[str, Kernels] = {}
+# Makes, of backends that "auto" may use, one that uses the fastest; a plugin adds it.
+FASTEST: list[Callable[[Sequence[KernelAttention]], KernelAttention]] = []
 
 
 def backend_for(attention: str, layers: Sequence[AttentionLayer], by_path: bool = False) -> Backend:
     """Return the attention backend of a model.
 
     Args:
-        attention: name of the backend; "auto": the first of triton, flash and sdpa that some layer
-            can use.
+        attention: name of the backend; "auto": the faster of triton and flash by a trial for each
+            shape of layers, if some layer can use them, else sdpa.
         layers: attention layers of the model.
         by_path: on CUDA, the bits of a token's result must depend only on the tokens that it
             attends to. The caller has checked :func:`why_no_triton`.
@@ -116,17 +118,23 @@ def backend_for(attention: str, layers: Sequence[AttentionLayer], by_path: bool 
     if attention == "sdpa" or (attention == "auto" and not on_cuda):
         return sdpa_attention
     load_plugins()
+    usable: list[KernelAttention] = []
     for name in KERNELS if attention == "auto" else (attention,):
         reasons = [why_no_kernel(name, layer) for layer in layers]
         if None in reasons:
-            return KERNELS[name].new(layers, by_path)
+            usable.append(KERNELS[name].new(layers, by_path))
+            if by_path:
+                break
+            continue
         why = "; ".join(dict.fromkeys(map(str, reasons)))
         if name == attention:
             raise UnsupportedOptionError(
                 f'attention="{attention}" is not available: {why}; use attention="auto"'
             )
         logger.debug("no %s attention: %s", name, why)
-    return sdpa_attention
+    if len(usable) > 1:
+        return FASTEST[0](usable)
+    return usable[0] if usable else sdpa_attention
 
 
 def why_no_triton(layers: Sequence[AttentionLayer]) -> str | None:

@@ -13,7 +13,11 @@ import torch
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.model.attention.backends import Backend
 from hf_slospec.model.attention.hook import AttentionHook, PlainAttention, Positions
-from hf_slospec.model.attention.sdpa import isolated_attention, sdpa_attention
+from hf_slospec.model.attention.sdpa import (
+    isolated_attention,
+    masked_attention,
+    sdpa_attention,
+)
 from hf_slospec.model.batch import (
     AttentionLayer,
     AttentionRules,
@@ -101,7 +105,8 @@ class PackedForward(AttentionHook):
         key: torch.Tensor,
         value: torch.Tensor,
         rules: AttentionRules,
-        *_: Any,
+        mask: torch.Tensor | None,
+        plain: PlainAttention,
     ) -> torch.Tensor:
         """Compute attention of the layer that cached these K and V. The mask argument is ignored,
         as the batch has the mask.
@@ -122,9 +127,11 @@ class PackedForward(AttentionHook):
         backend = self.backend
         if rules.bias is not None and backend is not isolated_attention:
             backend = sdpa_attention  # other backends do not support a bias
-        return backend(
-            query[0], keys, values, batch, rules._replace(window=layer.window, chunk=layer.chunk)
-        )[None]
+        rules = rules._replace(window=layer.window, chunk=layer.chunk)
+        arguments = query[0], keys, values, batch, rules
+        if backend is masked_attention:
+            return masked_attention(*arguments, plain)[None]
+        return backend(*arguments)[None]
 
     def check_attended(self) -> None:
         if self._unattended:

@@ -26,9 +26,10 @@ from hf_slospec.model.batch import AttentionRules
 from hf_slospec.model.linear_overrides import Attribute, ReplacedAttributes
 from hf_slospec.model.properties import cache_option, given_position_ids
 
-# Attention of a layer without a mask, by the implementation that the model was loaded with:
-# (query, key, value), each [1, heads, tokens, dim] -> [1, num_queries, num_heads, value_dim]
-PlainAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Attention of a layer by the implementation that the model was loaded with, or by its eager one if
+# that reads no 4D mask: (query, key, value), each [1, heads, tokens, dim], and optionally a mask
+# [1, 1, num_queries, num_keys] that is added to scores -> [1, num_queries, num_heads, value_dim]
+PlainAttention = Callable[..., torch.Tensor]
 # What attention functions of transformers return: output, and attention weights or None.
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -292,9 +293,15 @@ def _attention_or(original: str) -> Callable[..., Attended]:
         if kwargs.get("position_bias") is not None and not _is_t5(module):
             mask = kwargs["position_bias"]
 
-        def attend_plain(*states: torch.Tensor) -> torch.Tensor:
+        def attend_plain(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            name = original if mask is None or original in MASKING else "eager"
             attended: torch.Tensor
-            attended, *_ = _loaded_with(original, module)(module, *states, None, **kwargs)
+            attended, *_ = _loaded_with(name, module)(module, query, key, value, mask, **kwargs)
             return attended
 
         return hook.attend(query, key, value, rules, mask, attend_plain), None

@@ -5,7 +5,7 @@ and two slower references: one masked call for the whole batch, and one call per
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_slospec.forks import Lock
-from hf_slospec.model.batch import AttentionPlan, AttentionRules, PackedBatch, Plans
+from hf_slospec.model.batch import (
+    AttentionPlan,
+    AttentionRules,
+    PackedBatch,
+    Plans,
+    plan_visible,
+)
 from hf_slospec.model.transfer import aligned
 
 
@@ -47,23 +53,25 @@ def masked_attention(
     values: torch.Tensor,
     batch: Plans,
     rules: AttentionRules,
+    plain: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Compute attention of the whole batch over the whole pool under one mask: the reference that
-    all other backends are tested against (``attention="4d_mask"``).
+    """Compute attention of the whole batch under one 4D mask (``attention="4d_mask"``).
+
+    Args:
+        query, keys, values, batch, rules: see ``Backend``.
+        plain: the model's own attention (``PlainAttention``), which is given the mask; None: dense
+            attention, the reference that all other backends are tested against.
+
+    Returns:
+        [num_tokens, num_heads, value_dim].
     """
-    mask = torch.full(
-        (query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device
-    )
-    plan: SequencePlan = batch.plan(
-        plan_sequences, query.device, rules.window, rules.chunk, 1, query.dtype
-    )
-    for sequence in plan.sequences:
-        mask[sequence.tokens, sequence.slots] = 0.0 if sequence.mask is None else sequence.mask
-    # Slots that no token attends to may hold NaN, which a mask does not keep out.
-    is_seen = mask.isfinite().any(0)
-    key = keys[is_seen].transpose(0, 1)
-    value = values[is_seen].transpose(0, 1)
-    return dense_attention(query, key, value, mask[:, is_seen], rules).transpose(0, 1)
+    plan: MaskPlan = batch.plan(plan_mask, query.device, rules.window, rules.chunk, query.dtype)
+    key = keys[plan.slots].transpose(0, 1)
+    value = values[plan.slots].transpose(0, 1)
+    if plain is None:
+        return dense_attention(query, key, value, plan.mask[0, 0], rules).transpose(0, 1)
+    with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
+        return plain(query[None], key[None], value[None], plan.mask)[0]
 
 
 def isolated_attention(
@@ -261,3 +269,32 @@ def plan_sequences(
         for span, slots in zip(batch.spans, batch.visible, strict=True)
     ]
     return SequencePlan(sequences, window, chunk, repeats, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskPlan(AttentionPlan):
+    """One 4D mask for all tokens of a packed batch, and the slots that its columns stand for."""
+
+    slots: torch.Tensor  # [num_keys] int64
+    sequences: SequencePlan
+    # [1, 1, num_tokens, num_keys], added to scores; empty until the plan is completed
+    mask: torch.Tensor
+
+    def completed(self, seen: torch.Tensor | None = None) -> MaskPlan:
+        """Return a copy with the mask, made on the layers' device, and with the slots it shows."""
+        assert seen is None, "a plan that depends on sequence lengths is not captured"
+        plan = self.sequences
+        allowed = torch.block_diag(*(keys.seen(plan.window, plan.chunk) for keys in plan.sequences))
+        # Slots that no token attends to may hold NaN, which a mask does not keep out.
+        is_seen = allowed.any(0)
+        hidden = ~allowed[:, is_seen]
+        mask = self.mask.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        return replace(self, slots=self.slots[is_seen], mask=mask[None, None])
+
+
+def plan_mask(
+    batch: PackedBatch, window: int | None, chunk: int | None, dtype: torch.dtype
+) -> MaskPlan:
+    """Return the 4D mask of a packed batch; see :func:`plan_sequences` for the arguments."""
+    sequences = plan_sequences(batch, window, chunk, 1, dtype)
+    return MaskPlan(plan_visible(batch).slots, sequences, torch.empty(0, dtype=dtype, device="cpu"))

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_slospec.cuda import few_rows
+from hf_slospec.cuda import fastest, few_rows
 from hf_slospec.model import checksum, version
 from tests.support.stand_ins import cuda_tensors
 from tests.support.stand_ins.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
@@ -230,6 +230,8 @@ def stand_in_cuda():
         stack.enter_context(
             mock.patch.object(few_rows, "is_faster", return_value=False)
         )  # without timing
+        # The first of several kernels, without timing.
+        stack.enter_context(mock.patch.object(fastest, "seconds_of", return_value=0.0))
         for module in (checksum, version, few_rows):
             stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnDevice)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
