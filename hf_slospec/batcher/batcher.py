@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,6 +34,7 @@ from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.scheduler.load import ReplicaLoad, load_of
 
 logger = logging.getLogger(__name__)
+PARKING_S = 0.1  # seconds between two looks whether a thread that shall pause has ended
 
 
 class Batcher:
@@ -83,6 +84,8 @@ class Batcher:
         self._changed = Condition()  # guards _orders, _state and counts
         self._orders = deque[Order]()
         self._state = BatcherState.TAKING
+        self._pausing = list[int]()  # idents of the threads that pause this one, once per pause
+        self._is_parked = False  # the thread waits for the end of the pauses
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests by Request.index
         vars(self).pop("_engine", None)
         self.counts = Counts()
@@ -182,16 +185,50 @@ class Batcher:
             self._order(LoadReport(future))
         return future
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run no step within this context, which several threads may enter at the same time.
+        Unfinished requests wait and keep their K/V.
+
+        Raises:
+            NotRunningError: the batcher does not run, its own thread called this, or it ended
+                before it could pause.
+        """
+        thread = self._thread
+        if thread is threading.current_thread():
+            raise NotRunningError(WAITS_FOR_ITSELF)
+        if not self.is_running:
+            raise NotRunningError(f"the batcher {self._why_not}")
+        with self._changed:
+            self._pausing.append(threading.get_ident())
+            self._changed.notify_all()
+        try:
+            with self._changed:
+                while not self._is_parked:
+                    if thread is not self._thread or not self.is_running:
+                        raise NotRunningError("the batcher ended before it could pause")
+                    self._changed.wait(PARKING_S)
+            yield
+        finally:
+            with self._changed:
+                self._pausing.remove(threading.get_ident())
+                self._is_parked &= bool(self._pausing)
+                self._changed.notify_all()
+
     def stop(self, drain: bool, timeout: float | None) -> None:
         """Stop the thread: take no new requests, with ``drain`` finish the present ones within
         ``timeout`` seconds, and cancel the rest.
 
         Raises:
-            NotRunningError: called by the batcher's own thread.
+            NotRunningError: called by the batcher's own thread, or by one that pauses it.
         """
         thread = self._thread
         if thread is None:
             return
+        if threading.get_ident() in self._pausing:
+            raise NotRunningError(
+                "stop() was called by a thread that pauses the batcher; leave the pause first"
+            )
         if thread is threading.current_thread():
             raise NotRunningError(
                 "stop() was called by the batcher's own thread; call it from another one"
@@ -290,6 +327,15 @@ class Batcher:
             replaced.close()
         return None
 
+    def _may_go_on(self, unfinished: list[Request]) -> bool:
+        """Return whether there is something to do, and nobody pauses the batcher."""
+        if self._pausing:
+            if not self._is_parked:
+                self._is_parked = True
+                self._changed.notify_all()
+            return False
+        return bool(unfinished or self._orders) or self._state is not BatcherState.TAKING
+
     def _take_orders(self) -> bool:
         """Wait for work or orders, execute the orders, and return whether the thread continues."""
         if not (unfinished := self._unfinished()):
@@ -297,7 +343,7 @@ class Batcher:
         with self._changed:
             self._count()
             self._changed.wait_for(
-                lambda: unfinished or self._orders or self._state is not BatcherState.TAKING
+                lambda: self._may_go_on(unfinished)
             )
             num_orders = len(self._orders)
             state = self._state
