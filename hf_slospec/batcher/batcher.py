@@ -225,18 +225,22 @@ class Batcher:
         thread = self._thread
         if thread is None:
             return
-        if threading.get_ident() in self._pausing:
-            raise NotRunningError(
-                "stop() was called by a thread that pauses the batcher; leave the pause first"
-            )
-        if thread is threading.current_thread():
-            raise NotRunningError(
-                "stop() was called by the batcher's own thread; call it from another one"
-            )
+        self.check_may_stop()
         self._end_with(BatcherState.DRAINING if drain else BatcherState.STOPPING, thread)
         thread.join(timeout if drain else None)
         self._end_with(BatcherState.STOPPING, thread)
         thread.join()
+
+    def check_may_stop(self) -> None:
+        """Raise NotRunningError if the calling thread cannot stop the batcher; see :meth:`stop`."""
+        if self._thread is threading.current_thread():
+            raise NotRunningError(
+                "stop() was called by the batcher's own thread; call it from another one"
+            )
+        if threading.get_ident() in self._pausing:
+            raise NotRunningError(
+                "stop() was called by a thread that pauses the batcher; leave the pause first"
+            )
 
     def _end_with(self, state: BatcherState, thread: threading.Thread) -> None:
         with self._changed:
@@ -342,9 +346,7 @@ class Batcher:
             self.lock.rest()
         with self._changed:
             self._count()
-            self._changed.wait_for(
-                lambda: self._may_go_on(unfinished)
-            )
+            self._changed.wait_for(lambda: self._may_go_on(unfinished))
             num_orders = len(self._orders)
             state = self._state
         refusal = None if self.is_current() else self._replace_engine()

@@ -172,11 +172,6 @@ class BatchingService:
                 "model.generation_config, or in generation_config.json beside the weights"
             ) from error
 
-    @property
-    def is_running(self) -> bool:
-        """Return whether the batcher's thread is alive."""
-        return self._batcher is not None and self._batcher.is_running
-
     def stop(self, drain: bool, timeout: float | None) -> None:
         """Stop the batcher, and wait at most ``STREAMER_S`` seconds per streamer until streamers
         have received their remaining tokens.

@@ -36,6 +36,7 @@ from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
     NotRunningError,
+    SLOSpecError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
@@ -85,6 +86,7 @@ WITHOUT = {
     "return_dict_in_generate": False,
     "use_cache": True,
 }
+NO_LIST = "inputs must be a list with one list of token ids per prompt, got {}"
 # Arguments that model.generate(cache_implementation="paged") passes on to generate_batch.
 OF_GENERATE = {"cache_implementation", "input_ids", "use_cache"}
 
@@ -220,7 +222,8 @@ class SpeculatingManager(ContinuousBatchingManager):
         self.num_return_sequences = configured("num_return_sequences", self.model, settings) or 1
         self._given = GenerationConfig() if generation_config is None else generation_config
         self._service = BatchingService(decoder, decoder.tokenizer, config=config, observer=self)
-        self.is_tp_driver = isinstance(self._service.set_up(), Batcher)
+        self._batcher: Any = self._service.set_up()  # a Batcher, or a Follower of another process
+        self.is_tp_driver = isinstance(self._batcher, Batcher)
         self._requests: dict[int, ManagedRequest] = {}  # unfinished ones, by Request.index
         self._held = list[ManagedRequest]()  # added before start()
         self._stopping: threading.Thread | None = None
@@ -241,7 +244,7 @@ class SpeculatingManager(ContinuousBatchingManager):
         status = BackgroundThreadStatus()
         if self._stopping is None and self.warmed_up and self.is_tp_driver:
             try:
-                self._service.batcher.check_running()
+                self._batcher.check_running()
             except NotRunningError as error:
                 status.record_fatal_error(error)
         return status
@@ -252,7 +255,7 @@ class SpeculatingManager(ContinuousBatchingManager):
 
     def is_running(self) -> bool:
         """Return whether the batcher's thread is alive."""
-        return self._service.is_running
+        return bool(self._batcher.is_running)
 
     def start(self) -> None:
         """Start the batcher, and decode the requests added so far."""
@@ -288,7 +291,8 @@ class SpeculatingManager(ContinuousBatchingManager):
         if not self.is_running():
             logger.warning("the manager is not running")
             return
-        self._service.check_may_stop()
+        if self.is_tp_driver:
+            self._batcher.check_may_stop()
         self.is_stopped = True
         begun_s = time.perf_counter()
         self._stopping = threading.Thread(
@@ -408,9 +412,7 @@ class SpeculatingManager(ContinuousBatchingManager):
             The requests' names, in the order of the prompts.
         """
         if not isinstance(inputs, (list, tuple)):
-            raise InvalidTypeError(
-                f"inputs must be a list of lists of token ids, got {type(inputs).__name__}"
-            )
+            raise InvalidTypeError(NO_LIST.format(type(inputs).__name__))
         if not self.is_tp_driver:
             return []
         columns = {"slo_tpot": slo_tpot, "slo_ttft": slo_ttft, "priority": priority}
@@ -420,7 +422,10 @@ class SpeculatingManager(ContinuousBatchingManager):
         names = list[str]()
         for row, input_ids in enumerate(inputs):
             its = settings | {name: values[row] for name, values in per_request.items()}
-            added += self._prepared(input_ids, None, streaming, record_timestamps, its)
+            try:
+                added += self._prepared(input_ids, None, streaming, record_timestamps, its)
+            except SLOSpecError as error:
+                raise type(error)(f"inputs[{row}]: {error}") from error
             names.append(added[-1].request_id)
         self._queue(added)
         return names
@@ -478,10 +483,8 @@ class SpeculatingManager(ContinuousBatchingManager):
             options["seed"] = self._seed(number)
         if self.continuous_batching_config.return_logprobs:
             options |= {"logprobs": 0, "processed_logprobs": True}
-        batcher = self._service.set_up()
-        assert isinstance(batcher, Batcher)
         handle, queue = self._service.prepared(
-            batcher, input_ids, slo_tpot, SubmitOptions.of(**options), arguments
+            self._batcher, input_ids, slo_tpot, SubmitOptions.of(**options), arguments
         )
         return ManagedRequest(name, handle, queue, streaming, record_timestamps)
 
@@ -616,14 +619,27 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
     stock: Any = type(decoder.model)
 
     def new_manager(
-        generation_config: GenerationConfig | None, given: ContinuousBatchingConfig | None
-    ) -> SpeculatingManager:
-        cached = getattr(decoder.model, CACHED, None)
-        if isinstance(cached, SpeculatingManager):
+        model: Any,
+        generation_config: GenerationConfig | None,
+        given: ContinuousBatchingConfig | None,
+    ) -> SpeculatingManager | None:
+        """Return a manager, or the one that was kept; None if stock's is to run instead."""
+        if model is not decoder.model:  # a deep copy, which copied its methods
+            return None
+        if isinstance(cached := getattr(model, CACHED, None), SpeculatingManager):
             cached.is_stopped = False
             return cached
         given = given or getattr(generation_config, "continuous_batching_config", None)
-        return SpeculatingManager(decoder, generation_config, given or ContinuousBatchingConfig())
+        try:
+            return SpeculatingManager(
+                decoder, generation_config, given or ContinuousBatchingConfig()
+            )
+        except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
+            if not decoder.fallback:
+                raise
+            reason = f"stock continuous batching runs instead: {error}"
+            warnings.warn(reason, FallbackWarning, stacklevel=5)
+            return None
 
     @functools.wraps(stock.init_continuous_batching)
     @torch.no_grad()
@@ -633,17 +649,9 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
     ) -> ContinuousBatchingManager:
-        if self is decoder.model:  # not a deep copy, which copied this method
-            try:
-                return new_manager(generation_config, continuous_batching_config)
-            except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
-                if not decoder.fallback:
-                    raise
-                warnings.warn(
-                    f"stock continuous batching runs instead: {error}",
-                    FallbackWarning,
-                    stacklevel=3,
-                )
+        manager = new_manager(self, generation_config, continuous_batching_config)
+        if manager is not None:
+            return manager
         return stock.init_continuous_batching(
             self, generation_config, continuous_batching_config, workload_hints
         )
@@ -661,10 +669,12 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
         warmup: bool = True,
         **settings: Any,
     ) -> dict[str, GenerationOutput]:
-        if not isinstance(inputs, (list, tuple)) or not inputs:
-            return _refuse_inputs(inputs)
-        manager = self.init_continuous_batching(generation_config, continuous_batching_config)
-        if not isinstance(manager, SpeculatingManager):
+        if not isinstance(inputs, (list, tuple)):
+            raise InvalidTypeError(NO_LIST.format(type(inputs).__name__))
+        if not inputs:
+            return {}
+        manager = new_manager(self, generation_config, continuous_batching_config)
+        if manager is None:
             return stock.generate_batch(
                 self, inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar,
                 persistent_manager, warmup, max_new_tokens=settings.get("max_new_tokens"),
@@ -684,19 +694,6 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
         for method in (init_continuous_batching, generate_batch)
         if hasattr(stock, method.__name__)
     }
-
-
-def _refuse_inputs(inputs: Any) -> dict[str, GenerationOutput]:
-    """Return no outputs for no prompts.
-
-    Raises:
-        InvalidTypeError: the prompts are no list.
-    """
-    if not isinstance(inputs, (list, tuple)):
-        raise InvalidTypeError(
-            f"inputs must be a list of lists of token ids, got {type(inputs).__name__}"
-        )
-    return {}
 
 
 def _results(
