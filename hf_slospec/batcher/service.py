@@ -370,8 +370,15 @@ class BatchingService:
         arguments: dict[str, Any],
         images: Sequence[Any] | None = None,
         continues: RequestHandle | None = None,
+        may_compare: bool = True,
     ) -> tuple[RequestHandle, Callable[[], None]]:
         """Prepare one request for the batcher, which need not run yet.
+
+        Args:
+            batcher: takes the request.
+            prompt, slo_tpot, options, arguments, images, continues: as in :meth:`submit`.
+            may_compare: while no request runs, compare the bits of weights that may have been
+                written without a trace. False: they were compared just now.
 
         Returns:
             The request's handle, and a function that queues the request.
@@ -408,8 +415,9 @@ class BatchingService:
         arguments = {"tokenizer": self.tokenizer} | arguments | inputs
         speculator = self.decoder.speculator_of(arguments)
         with keeping_rope_deltas(model):
+            is_idle = may_compare and batcher.is_idle
             call = prepare(
-                speculator, slo_tpot, arguments, options, earlier, batcher.is_idle, new_stop_strings
+                speculator, slo_tpot, arguments, options, earlier, is_idle, new_stop_strings
             )
         speculator.lock.rest()  # preparing may have run torch in this thread, e.g. encoded images
         (params,) = call.params

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -213,7 +213,7 @@ class SpeculatingManager(ContinuousBatchingManager):
         """
         # The base class is not initialised: it makes the K/V cache and thread of its own loop.
         config = batcher_config(continuous_batching_config, decoder.config, decoder)
-        self.model = decoder.model.eval()
+        self.model: Any = decoder.model.eval()
         self.generation_config = generation_config or self.model.generation_config
         self.continuous_batching_config = continuous_batching_config
         self.batch_processor = None  # there is none; transformers' code looks at it
@@ -423,7 +423,9 @@ class SpeculatingManager(ContinuousBatchingManager):
         for row, input_ids in enumerate(inputs):
             its = settings | {name: values[row] for name, values in per_request.items()}
             try:
-                added += self._prepared(input_ids, None, streaming, record_timestamps, its)
+                added += self._prepared(
+                    input_ids, None, streaming, record_timestamps, its, not added
+                )
             except SLOSpecError as error:
                 raise type(error)(f"inputs[{row}]: {error}") from error
             names.append(added[-1].request_id)
@@ -437,8 +439,15 @@ class SpeculatingManager(ContinuousBatchingManager):
         streaming: bool,
         record_timestamps: bool,
         settings: dict[str, Any],
+        is_first: bool = True,
     ) -> list[ManagedRequest]:
-        """Return the requests for one prompt, all sequences to return, which are not queued."""
+        """Return the requests for one prompt, all sequences to return, which are not queued.
+
+        Args:
+            input_ids, request_id, streaming, record_timestamps: as in :meth:`add_request`.
+            settings: its other arguments.
+            is_first: no other prompt of the same call was prepared before.
+        """
         if self.is_stopped:
             raise NotRunningError("the manager was stopped; call start(), or make a new one")
         if isinstance(input_ids, str):
@@ -452,20 +461,19 @@ class SpeculatingManager(ContinuousBatchingManager):
             number = self._num_added
             self._num_added += self.num_return_sequences
         children = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
-        return [
-            self._prepared_one(input_ids, name, number + i, streaming, record_timestamps, settings)
-            for i, name in enumerate((*children, request_id))
-        ]
+        prepared = list[ManagedRequest]()
+        for i, name in enumerate((*children, request_id)):
+            handle, queue = self._prepared_one(input_ids, number + i, settings, is_first and not i)
+            prepared.append(ManagedRequest(name, handle, queue, streaming, record_timestamps))
+        return prepared
 
     def _prepared_one(
         self,
         input_ids: list[int],
-        name: str,
         number: int,
-        streaming: bool,
-        record_timestamps: bool,
         settings: dict[str, Any],
-    ) -> ManagedRequest:
+        is_first: bool,
+    ) -> tuple[RequestHandle, Callable[[], None]]:
         config = copy.copy(self._given)
         options: dict[str, Any] = {"block": True, "timeout": QUEUE_S}
         arguments: dict[str, Any] = {"generation_config": config}
@@ -483,10 +491,10 @@ class SpeculatingManager(ContinuousBatchingManager):
             options["seed"] = self._seed(number)
         if self.continuous_batching_config.return_logprobs:
             options |= {"logprobs": 0, "processed_logprobs": True}
-        handle, queue = self._service.prepared(
-            self._batcher, input_ids, slo_tpot, SubmitOptions.of(**options), arguments
+        submitted = SubmitOptions.of(**options)
+        return self._service.prepared(
+            self._batcher, input_ids, slo_tpot, submitted, arguments, may_compare=is_first
         )
-        return ManagedRequest(name, handle, queue, streaming, record_timestamps)
 
     def _seed(self, number: int) -> int:
         """Return the seed of the manager's request of this number."""
@@ -554,7 +562,7 @@ class SpeculatingManager(ContinuousBatchingManager):
             if (output := self.get_result(timeout=POLL_S)) is not None:
                 yield output
 
-    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+    def request_id_iter(self, request_id: str) -> Generator[GenerationOutput]:
         """Yield the outputs of one request as they come, until it is finished."""
         while (output := self.get_result(request_id)) is not None:
             yield output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import itertools
 import threading
 
 import pytest
@@ -122,7 +123,7 @@ def test_streams(manager, stock):
     outputs = list(manager.request_id_iter(name))
     expected, _ = alone(stock, PROMPTS[0], GREEDY)
     assert outputs[-1].generated_tokens == expected and len(outputs) > 2
-    for before, after in zip(outputs, outputs[1:], strict=False):
+    for before, after in itertools.pairwise(outputs):
         assert before.status is RequestStatus.DECODING
         assert after.generated_tokens[: len(before.generated_tokens)] == before.generated_tokens
 
