@@ -34,7 +34,6 @@ from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.scheduler.load import ReplicaLoad, load_of
 
 logger = logging.getLogger(__name__)
-PARKING_S = 0.1  # seconds between two looks whether a thread that shall pause has ended
 
 
 class Batcher:
@@ -194,25 +193,22 @@ class Batcher:
             NotRunningError: the batcher does not run, its own thread called this, or it ended
                 before it could pause.
         """
-        thread = self._thread
-        if thread is threading.current_thread():
+        self.check_running()
+        if self._thread is threading.current_thread():
             raise NotRunningError(WAITS_FOR_ITSELF)
-        if not self.is_running:
-            raise NotRunningError(f"the batcher {self._why_not}")
         with self._changed:
             self._pausing.append(threading.get_ident())
             self._changed.notify_all()
         try:
             with self._changed:
-                while not self._is_parked:
-                    if thread is not self._thread or not self.is_running:
-                        raise NotRunningError("the batcher ended before it could pause")
-                    self._changed.wait(PARKING_S)
+                self._changed.wait_for(
+                    lambda: self._is_parked or self._state is BatcherState.STOPPING
+                )
+                self.check_running()
             yield
         finally:
             with self._changed:
                 self._pausing.remove(threading.get_ident())
-                self._is_parked &= bool(self._pausing)
                 self._changed.notify_all()
 
     def stop(self, drain: bool, timeout: float | None) -> None:
@@ -233,13 +229,10 @@ class Batcher:
 
     def check_may_stop(self) -> None:
         """Raise NotRunningError if the calling thread cannot stop the batcher; see :meth:`stop`."""
-        if self._thread is threading.current_thread():
+        if self._thread is threading.current_thread() or threading.get_ident() in self._pausing:
             raise NotRunningError(
-                "stop() was called by the batcher's own thread; call it from another one"
-            )
-        if threading.get_ident() in self._pausing:
-            raise NotRunningError(
-                "stop() was called by a thread that pauses the batcher; leave the pause first"
+                "stop() was called by the batcher's own thread, or by one that pauses it; call it from another one, "
+                "or leave the pause first"
             )
 
     def _end_with(self, state: BatcherState, thread: threading.Thread) -> None:
@@ -333,10 +326,9 @@ class Batcher:
 
     def _may_go_on(self, unfinished: list[Request]) -> bool:
         """Return whether there is something to do, and nobody pauses the batcher."""
-        if self._pausing:
-            if not self._is_parked:
-                self._is_parked = True
-                self._changed.notify_all()
+        self._is_parked = bool(self._pausing)
+        if self._is_parked:
+            self._changed.notify_all()
             return False
         return bool(unfinished or self._orders) or self._state is not BatcherState.TAKING
 

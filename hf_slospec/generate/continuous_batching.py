@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import copy
 import functools
-import gc
 import logging
+import math
 import threading
 import time
 import warnings
@@ -46,7 +46,6 @@ from hf_slospec.generate.speculator import FREE_SHARE
 from hf_slospec.policies.settings import MAX_COUNT
 from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.request import Request
-from hf_slospec.request.slo import SLOTpot
 from hf_slospec.request.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -87,6 +86,7 @@ WITHOUT = {
     "use_cache": True,
 }
 NO_LIST = "inputs must be a list with one list of token ids per prompt, got {}"
+LISTS = ("slo_tpot", "slo_ttft", "priority")  # may have one value per prompt
 # Arguments that model.generate(cache_implementation="paged") passes on to generate_batch.
 OF_GENERATE = {"cache_implementation", "input_ids", "use_cache"}
 
@@ -226,7 +226,9 @@ class SpeculatingManager(ContinuousBatchingManager):
         self.is_tp_driver = isinstance(self._batcher, Batcher)
         self._requests: dict[int, ManagedRequest] = {}  # unfinished ones, by Request.index
         self._held = list[ManagedRequest]()  # added before start()
-        self._stopping: threading.Thread | None = None
+        # The thread in which stop() runs; the base class's join() waits for it.
+        self._generation_thread: threading.Thread | None = None
+        self._seed = continuous_batching_config.seed
         self.is_stopped = False  # takes no requests until it is started again
         self._num_named = 0  # requests without a name of their own so far
         self._num_added = 0
@@ -242,7 +244,7 @@ class SpeculatingManager(ContinuousBatchingManager):
     def background_thread_status(self) -> BackgroundThreadStatus:
         """Status whose ``fatal_error`` says why the batcher has ended by itself, if it has."""
         status = BackgroundThreadStatus()
-        if self._stopping is None and self.warmed_up and self.is_tp_driver:
+        if self._generation_thread is None and self.warmed_up and self.is_tp_driver:
             try:
                 self._batcher.check_running()
             except NotRunningError as error:
@@ -259,10 +261,10 @@ class SpeculatingManager(ContinuousBatchingManager):
 
     def start(self) -> None:
         """Start the batcher, and decode the requests added so far."""
-        if self._stopping is not None:
-            self._stopping.join()
+        if self._generation_thread is not None:
+            self._generation_thread.join()
         self._service.start()
-        self._stopping = None
+        self._generation_thread = None
         self.warmed_up = True
         self.is_stopped = False
         held, self._held = self._held, []
@@ -295,36 +297,20 @@ class SpeculatingManager(ContinuousBatchingManager):
             self._batcher.check_may_stop()
         self.is_stopped = True
         begun_s = time.perf_counter()
-        self._stopping = threading.Thread(
+        self._generation_thread = threading.Thread(
             target=self._service.stop, args=(not hard_stop, None), daemon=True
         )
-        self._stopping.start()
+        self._generation_thread.start()
         if keep_for_next_session:
             setattr(self.model, CACHED, self)
         if block:
             self.join(begun_s, timeout)
-
-    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
-        """Wait until the batcher has ended after ``stop``, ``timeout`` seconds at most.
-
-        Args:
-            stop_trigger_time: ``time.perf_counter()`` when ``stop`` was called, for the log.
-            timeout: None: without limit.
-        """
-        if self._stopping is None:
-            return
-        self._stopping.join(timeout)
-        if self._stopping.is_alive():
-            logger.warning("the batcher has not ended within %s s, and goes on", timeout)
-        else:
-            logger.info("the batcher ended in %.2f s", time.perf_counter() - stop_trigger_time)
 
     def destroy(self) -> None:
         """Stop the manager for good. May be called several times."""
         if self.is_running():
             self.stop()
         self.is_stopped = True
-        gc.collect()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -347,11 +333,6 @@ class SpeculatingManager(ContinuousBatchingManager):
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
-        *,
-        slo_tpot: SLOTpot = None,
-        slo_ttft: float | None = None,
-        priority: int = 0,
-        seed: int | None = None,
         **settings: Any,
     ) -> str | None:
         """Queue one request, or ``num_return_sequences`` of them; may be called from any thread,
@@ -365,11 +346,10 @@ class SpeculatingManager(ContinuousBatchingManager):
             streaming: deliver an output after every step, with all tokens so far.
             record_timestamps: record the time of every token.
             eos_token_id: tokens that end the request; None: as the generation config says.
-            slo_tpot, slo_ttft, priority: see ``SLOSpecGenerator.submit``.
-            seed: seed of this request's sampling; None: see the class.
-            settings: further settings of this request: fields of a generation config
-                (``temperature``, ...), options of ``SLOSpecGenerator.submit`` (``value``, ...) and
-                arguments of ``generate`` (``logits_processor``, ...).
+            settings: further settings of this request: ``slo_tpot``, ``slo_ttft``, ``priority``,
+                ``seed`` and other options of ``SLOSpecGenerator.submit``, fields of a generation
+                config (``temperature``, ...) and arguments of ``generate``
+                (``logits_processor``, ...).
 
         Returns:
             The request's name; None in all processes of a tensor-parallel model but the first.
@@ -380,8 +360,7 @@ class SpeculatingManager(ContinuousBatchingManager):
             InvalidInputError, InvalidTypeError, UnsupportedOptionError: an argument cannot be
                 served; running requests are not disturbed.
         """
-        settings |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, "seed": seed}
-        settings |= {"slo_tpot": slo_tpot, "slo_ttft": slo_ttft, "priority": priority}
+        settings |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         if not self.is_tp_driver:
             return None
         prepared = self._prepared(input_ids, request_id, streaming, record_timestamps, settings)
@@ -394,19 +373,15 @@ class SpeculatingManager(ContinuousBatchingManager):
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
-        *,
-        slo_tpot: Any = None,
-        slo_ttft: Any = None,
-        priority: Any = 0,
         **settings: Any,
     ) -> list[str]:
         """Queue a request per prompt, after all of them were checked; see :meth:`add_request`.
 
         Args:
             inputs: the prompts.
-            max_new_tokens, streaming, record_timestamps, settings: apply to all requests.
-            slo_tpot, slo_ttft, priority: apply to all requests, or are lists with one entry per
-                prompt.
+            max_new_tokens, streaming, record_timestamps: apply to all requests.
+            settings: apply to all requests, too, but ``slo_tpot``, ``slo_ttft`` and ``priority``
+                may be lists with one entry per prompt.
 
         Returns:
             The requests' names, in the order of the prompts.
@@ -415,13 +390,12 @@ class SpeculatingManager(ContinuousBatchingManager):
             raise InvalidTypeError(NO_LIST.format(type(inputs).__name__))
         if not self.is_tp_driver:
             return []
-        columns = {"slo_tpot": slo_tpot, "slo_ttft": slo_ttft, "priority": priority}
-        per_request = {name: _each(name, value, len(inputs)) for name, value in columns.items()}
         settings["max_new_tokens"] = max_new_tokens
+        lists = {name: settings.pop(name) for name in LISTS if _is_list(name, settings, inputs)}
         added = list[ManagedRequest]()
         names = list[str]()
         for row, input_ids in enumerate(inputs):
-            its = settings | {name: values[row] for name, values in per_request.items()}
+            its = settings | {name: values[row] for name, values in lists.items()}
             try:
                 added += self._prepared(
                     input_ids, None, streaming, record_timestamps, its, not added
@@ -488,19 +462,17 @@ class SpeculatingManager(ContinuousBatchingManager):
                 (options if is_option else arguments)[key] = value
         slo_tpot = arguments.pop("slo_tpot", None)
         if options.get("seed") is None and configured("do_sample", self.model, arguments):
-            options["seed"] = self._seed(number)
+            options["seed"] = (
+                int(torch.randint(2**63 - 1, (), device="cpu"))
+                if self._seed is None
+                else (self._seed + number) % 2**63
+            )
         if self.continuous_batching_config.return_logprobs:
             options |= {"logprobs": 0, "processed_logprobs": True}
         submitted = SubmitOptions.of(**options)
         return self._service.prepared(
             self._batcher, input_ids, slo_tpot, submitted, arguments, may_compare=is_first
         )
-
-    def _seed(self, number: int) -> int:
-        """Return the seed of the manager's request of this number."""
-        if (seed := self.continuous_batching_config.seed) is not None:
-            return (seed + number) % 2**63
-        return int(torch.randint(2**63 - 1, (), device="cpu"))
 
     def _queue(self, requests: Sequence[ManagedRequest]) -> None:
         """Pass requests to the batcher, or hold them until it is started."""
@@ -542,7 +514,7 @@ class SpeculatingManager(ContinuousBatchingManager):
         Returns:
             None if there is none within ``timeout`` seconds, or if none can come any more.
         """
-        until_s = None if timeout is None else time.monotonic() + timeout
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
             while True:
                 name = next(iter(self._outputs), None) if request_id is None else request_id
@@ -551,10 +523,10 @@ class SpeculatingManager(ContinuousBatchingManager):
                     if not self._outputs[name]:
                         del self._outputs[name]
                     return output
-                left_s = POLL_S if until_s is None else until_s - time.monotonic()
+                left_s = min(until_s - time.monotonic(), POLL_S)
                 if left_s <= 0 or not self.is_running():
                     return None
-                self._changed.wait(min(left_s, POLL_S))
+                self._changed.wait(left_s)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Yield outputs as they come, until the manager is stopped."""
@@ -610,16 +582,16 @@ class SpeculatingManager(ContinuousBatchingManager):
             self._deliver(one.output())
 
 
-def _each(name: str, value: Any, number: int) -> Sequence[Any]:
-    """Return one value per prompt: those of a list, or the same for all."""
+def _is_list(name: str, settings: dict[str, Any], inputs: Sequence[Any]) -> bool:
+    """Return whether a setting has one value per prompt."""
+    value = settings.get(name)
     if not isinstance(value, (list, tuple)):
-        return [value] * number
-    if len(value) != number:
+        return False
+    if len(value) != len(inputs):
         raise InvalidInputError(
-            f"{name} has {len(value)} entries for {number} prompts; give one for all, or one entry "
-            "per prompt"
+            f"{name} has {len(value)} entries for {len(inputs)} prompts; give one for all, or one entry per prompt"
         )
-    return value
+    return True
 
 
 def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:

@@ -79,6 +79,7 @@ def enable(
             called for every call of ``generate`` with the config and the models'
             :class:`StepCosts`.
         always: speculate calls without ``slo_tpot``, too. Otherwise they run stock ``generate``.
+            ``generate_batch`` and managers of continuous batching speculate in any case.
         fallback: if speculation does not support the model or an option of a call, run stock
             ``generate`` with a :class:`FallbackWarning` instead of raising. ``generate(...,
             fallback=...)`` overrides this for one call.
@@ -99,7 +100,8 @@ def enable(
         model, assistant_model, drafter=drafter, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer,
         config=config, make_policy=make_policy, fallback=fallback,
     )  # fmt: skip
-    decoder.scope = "all calls of generate" if always else "calls of generate with slo_tpot"
+    calls = "all calls of generate" if always else "calls of generate with slo_tpot"
+    decoder.scope = f"{calls}, and generate_batch"
     _restore_generate(model)
     owner: Any = decoder.model  # the wrapped model, whose generate a PEFT model calls
     replaced = owner.__dict__.get("generate")  # a generate that other code set on the instance
