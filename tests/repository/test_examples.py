@@ -152,6 +152,13 @@ def test_custom_drafter(capsys, monkeypatch, tmp_path):
     assert num_accepted
 
 
+def test_generate_batch(capsys):
+    generate_batch.main(new_tokens=12)
+    said = capsys.readouterr().out
+    assert said.count("mean log probability -") == len(generate_batch.TEXTS)
+    assert re.search(r"req_0 came in \d+ parts: \d+ tokens\n4 others are done, too\n[1-9]", said)
+
+
 @pytest.mark.nightly
 def test_rollouts(capsys):
     rollouts.main(size="tiny", dtype="float32", repeats=1, new_tokens=24)
