@@ -325,7 +325,7 @@ class Batcher:
         return None
 
     def _may_go_on(self, unfinished: list[Request]) -> bool:
-        """Return whether there is something to do, and nobody pauses the batcher."""
+        """Return whether there is work or a change of the state, and no thread pauses the batcher."""
         self._is_parked = bool(self._pausing)
         if self._is_parked:
             self._changed.notify_all()

@@ -40,6 +40,7 @@ from hf_slospec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from hf_slospec.forks import Condition
 from hf_slospec.generate.arguments import configured
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.speculator import FREE_SHARE
@@ -227,12 +228,12 @@ class SpeculatingManager(ContinuousBatchingManager):
         self._requests: dict[int, ManagedRequest] = {}  # unfinished ones, by Request.index
         self._held = list[ManagedRequest]()  # added before start()
         # The thread in which stop() runs; the base class's join() waits for it.
-        self._generation_thread: threading.Thread | None = None
+        self._generation_thread: Any = None
         self._seed = continuous_batching_config.seed
         self.is_stopped = False  # takes no requests until it is started again
         self._num_named = 0  # requests without a name of their own so far
         self._num_added = 0
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = Condition()  # guards all that follows
         self._outputs: dict[str, deque[GenerationOutput]] = {}  # not yet fetched, by request_id
         self._handlers: dict[
             str, tuple[Callable[[GenerationOutput], Any], asyncio.AbstractEventLoop]
@@ -241,7 +242,7 @@ class SpeculatingManager(ContinuousBatchingManager):
     # ---- life cycle
 
     @property
-    def background_thread_status(self) -> BackgroundThreadStatus:
+    def background_thread_status(self) -> BackgroundThreadStatus:  # type: ignore[override]
         """Status whose ``fatal_error`` says why the batcher has ended by itself, if it has."""
         status = BackgroundThreadStatus()
         if self._generation_thread is None and self.warmed_up and self.is_tp_driver:
@@ -544,7 +545,7 @@ class SpeculatingManager(ContinuousBatchingManager):
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], Any]
     ) -> None:
-        """Call ``callback`` in the running event loop with each output of a request, instead of
+        """Pass each output of a request to ``callback`` in the running event loop, instead of
         keeping it for ``get_result``, until the request is finished.
         """
         loop = asyncio.get_running_loop()
@@ -568,14 +569,14 @@ class SpeculatingManager(ContinuousBatchingManager):
                 self._changed.notify_all()
 
     def on_step(self, step: StepEvent) -> None:
-        """Deliver the new tokens of streaming requests; called by the batcher's thread."""
+        """Pass on the new tokens of streaming requests. Runs in the batcher's thread."""
         for part in step.requests:
             one = self._requests.get(part.index)
             if one is not None and one.streaming and not one.handle.request.is_finished:
                 self._deliver(one.output())
 
     def on_end(self, request: Request) -> None:
-        """Deliver the output of a request that has ended; called by the batcher's thread."""
+        """Pass on the output of a request that has ended. Runs in the batcher's thread."""
         with self._changed:
             one = self._requests.pop(request.index, None)
         if one is not None:
@@ -632,9 +633,10 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
         manager = new_manager(self, generation_config, continuous_batching_config)
         if manager is not None:
             return manager
-        return stock.init_continuous_batching(
+        stocks: ContinuousBatchingManager = stock.init_continuous_batching(
             self, generation_config, continuous_batching_config, workload_hints
         )
+        return stocks
 
     @functools.wraps(stock.generate_batch)
     @torch.no_grad()
@@ -655,10 +657,11 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
             return {}
         manager = new_manager(self, generation_config, continuous_batching_config)
         if manager is None:
-            return stock.generate_batch(
+            outputs: dict[str, GenerationOutput] = stock.generate_batch(
                 self, inputs, generation_config, continuous_batching_config, record_timestamps, progress_bar,
                 persistent_manager, warmup, max_new_tokens=settings.get("max_new_tokens"),
             )  # fmt: skip
+            return outputs
         settings = {name: value for name, value in settings.items() if name not in OF_GENERATE}
         mask = settings.pop("attention_mask", None)
         if mask is not None and not bool(torch.as_tensor(mask).all()):

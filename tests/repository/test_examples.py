@@ -13,6 +13,7 @@ from examples import (
     batch_with_slos,
     custom_drafter,
     custom_policy,
+    generate_batch,
     hub_models,
     many_users,
     openai_client,
