@@ -112,15 +112,15 @@ def batcher_config(
             "continuous_batching_config must be a ContinuousBatchingConfig, got "
             f"{type(given).__name__}"
         )
-    device = decoder.model.device
     defaults = ContinuousBatchingConfig()
+    # False and 0 turn something off that speculation does not have.
     refused = [
         one.name
         for one in fields(given)
-        if one.name not in READ and getattr(given, one.name) != getattr(defaults, one.name)
+        if one.name not in READ and getattr(given, one.name) not in (getattr(defaults, one.name), 0)
     ]
-    graphs = config.cuda_graphs and device.type == "cuda"
-    if given.use_cuda_graph is not None and set(given.cuda_graph_booleans) != {graphs}:
+    has_choice = given.use_cuda_graph is not None and decoder.model.device.type == "cuda"
+    if has_choice and set(given.cuda_graph_booleans) != {config.cuda_graphs}:
         refused.append("use_cuda_graph")
     if refused:
         raise UnsupportedOptionError(

@@ -260,6 +260,7 @@ def test_settings_of_the_batcher(model):
     given = ContinuousBatchingConfig(
         max_requests_per_batch=3, max_batch_tokens=16, num_blocks=3, page_size=64, max_queue_size=9,
         allow_block_sharing=False, scheduler_type="prefill_first", max_memory_percent=0.5,
+        use_async_batching=False, max_blocks_per_request=0, use_cuda_graph=False,
     )  # fmt: skip
     config = model.init_continuous_batching(GREEDY, given)._service.config
     names = ("max_batch", "prefill_chunk", "kv_tokens", "max_queue", "kept_tokens", "prefill")
@@ -275,7 +276,6 @@ def test_settings_of_the_batcher(model):
     ("field", "value"),
     [
         ("use_async_batching", True),
-        ("use_cuda_graph", True),
         ("safety_margin", 0.1),
         ("cpu_offload_space", 1.0),
         ("default_compile_level", 1),
