@@ -106,23 +106,23 @@ def alone(model: Any, prompts: Rows, config: GenerationConfig) -> Rows:
     return new
 
 
-def ours(model: Any, prompts: Rows, config: GenerationConfig, limit: int) -> Rows:
-    """Return the new tokens of an enabled model's ``generate_batch``."""
-    with hf_slospec.enabled(model, config=SETTINGS):
-        return batches(model, prompts, config, limit)
-
-
-SETTINGS = hf_slospec.SLOSpecConfig(compile="wait")
-
-
 def measure(
-    model: Any, prompts: Rows, config: GenerationConfig, limit: int, repeats: int
+    model: Any, stock: Any, prompts: Rows, config: GenerationConfig, limit: int, repeats: int
 ) -> dict[str, Any]:
-    """Return tokens per second of every system, and ours as a ratio of each, with equality."""
+    """Return tokens per second of every system, and ours as a ratio of each, with equality.
+
+    Args:
+        model: the enabled model.
+        stock: another copy of it, which is not enabled.
+        prompts: token ids of each prompt.
+        config: settings of all prompts.
+        limit: requests that run together.
+        repeats: measured runs of each system.
+    """
     systems: dict[str, Callable[[], Rows]] = {
-        OURS: partial(ours, model, prompts, config, limit),
-        BATCHES: partial(batches, model, prompts, config, limit),
-        GENERATE: partial(padded, model, prompts, config, limit),
+        OURS: partial(batches, model, prompts, config, limit),
+        BATCHES: partial(batches, stock, prompts, config, limit),
+        GENERATE: partial(padded, stock, prompts, config, limit),
     }
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     new: dict[str, Rows] = {}
@@ -135,7 +135,7 @@ def measure(
     speeds = {
         name: [sum(map(len, new[name])) / each for each in own] for name, own in seconds.items()
     }
-    expected = alone(model, prompts, config) if config.do_sample else new[BATCHES]
+    expected = alone(stock, prompts, config) if config.do_sample else new[BATCHES]
     return {
         "tokens_per_s": {name: statistics.median(own) for name, own in speeds.items()},
         "seconds": seconds,
@@ -161,7 +161,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype)
+    model, stock = (
+        AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype) for _ in range(2)
+    )
+    hf_slospec.enable(model, config=hf_slospec.SLOSpecConfig(compile="wait"))
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     prompts = prompts_of(tokenizer, options.prompts, options.prompt_tokens)
     results: dict[str, dict[str, Any]] = {}
@@ -171,7 +174,7 @@ def main() -> int:
                 max_new_tokens=options.tokens, eos_token_id=model.generation_config.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id or 0, **sampling,
             )  # fmt: skip
-            found = measure(model, prompts, config, limit, options.repeats)
+            found = measure(model, stock, prompts, config, limit, options.repeats)
             results.setdefault(way, {})[str(limit)] = found
             print(
                 f"{way}, {limit} at a time: "

@@ -163,7 +163,8 @@ class BatchingService:
         short = {"max_new_tokens": 1, "min_new_tokens": 0, "tokenizer": self.tokenizer}
         try:
             arguments = {"inputs": ids, "attention_mask": torch.ones_like(ids)} | short
-            prepare(self.decoder.speculator_of(arguments), None, arguments)
+            # The weights' bits are compared when an engine is made.
+            prepare(self.decoder.speculator_of(arguments), None, arguments, is_idle=False)
         except (ValueError, TypeError) as error:
             if isinstance(error, (UnsupportedModelError, IncompatibleDraftError)):
                 raise
@@ -370,15 +371,15 @@ class BatchingService:
         arguments: dict[str, Any],
         images: Sequence[Any] | None = None,
         continues: RequestHandle | None = None,
-        may_compare: bool = True,
+        reads_model: bool = True,
     ) -> tuple[RequestHandle, Callable[[], None]]:
         """Prepare one request for the batcher, which need not run yet.
 
         Args:
             batcher: takes the request.
             prompt, slo_tpot, options, arguments, images, continues: as in :meth:`submit`.
-            may_compare: while no request runs, compare the bits of weights that may have been
-                written without a trace. False: they were compared just now.
+            reads_model: look for changes of the model. False: this was done just now, for another
+                request of the same call.
 
         Returns:
             The request's handle, and a function that queues the request.
@@ -415,7 +416,7 @@ class BatchingService:
         arguments = {"tokenizer": self.tokenizer} | arguments | inputs
         speculator = self.decoder.speculator_of(arguments)
         with keeping_rope_deltas(model):
-            is_idle = may_compare and batcher.is_idle
+            is_idle = batcher.is_idle if reads_model else None
             call = prepare(
                 speculator, slo_tpot, arguments, options, earlier, is_idle, new_stop_strings
             )

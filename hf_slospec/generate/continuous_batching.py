@@ -472,7 +472,7 @@ class SpeculatingManager(ContinuousBatchingManager):
             options |= {"logprobs": 0, "processed_logprobs": True}
         submitted = SubmitOptions.of(**options)
         return self._service.prepared(
-            self._batcher, input_ids, slo_tpot, submitted, arguments, may_compare=is_first
+            self._batcher, input_ids, slo_tpot, submitted, arguments, reads_model=is_first
         )
 
     def _queue(self, requests: Sequence[ManagedRequest]) -> None:
