@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
@@ -83,6 +83,8 @@ class Batcher:
         self._changed = Condition()  # guards _orders, _state and counts
         self._orders = deque[Order]()
         self._state = BatcherState.TAKING
+        self._pausing = list[int]()  # idents of the threads that pause this one, once per pause
+        self._is_parked = False  # the thread waits for the end of the pauses
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests by Request.index
         vars(self).pop("_engine", None)
         self.counts = Counts()
@@ -182,24 +184,56 @@ class Batcher:
             self._order(LoadReport(future))
         return future
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run no step within this context, which several threads may enter at the same time.
+        Unfinished requests wait and keep their K/V.
+
+        Raises:
+            NotRunningError: the batcher does not run, its own thread called this, or it ended
+                before it could pause.
+        """
+        self.check_running()
+        if self._thread is threading.current_thread():
+            raise NotRunningError(WAITS_FOR_ITSELF)
+        with self._changed:
+            self._pausing.append(threading.get_ident())
+            self._changed.notify_all()
+        try:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_parked or self._state is BatcherState.STOPPING
+                )
+                self.check_running()
+            yield
+        finally:
+            with self._changed:
+                self._pausing.remove(threading.get_ident())
+                self._changed.notify_all()
+
     def stop(self, drain: bool, timeout: float | None) -> None:
         """Stop the thread: take no new requests, with ``drain`` finish the present ones within
         ``timeout`` seconds, and cancel the rest.
 
         Raises:
-            NotRunningError: called by the batcher's own thread.
+            NotRunningError: called by the batcher's own thread, or by one that pauses it.
         """
         thread = self._thread
         if thread is None:
             return
-        if thread is threading.current_thread():
-            raise NotRunningError(
-                "stop() was called by the batcher's own thread; call it from another one"
-            )
+        self.check_may_stop()
         self._end_with(BatcherState.DRAINING if drain else BatcherState.STOPPING, thread)
         thread.join(timeout if drain else None)
         self._end_with(BatcherState.STOPPING, thread)
         thread.join()
+
+    def check_may_stop(self) -> None:
+        """Raise NotRunningError if the calling thread cannot stop the batcher; see :meth:`stop`."""
+        if self._thread is threading.current_thread() or threading.get_ident() in self._pausing:
+            raise NotRunningError(
+                "stop() was called by the batcher's own thread, or by one that pauses it; call it from another one, "
+                "or leave the pause first"
+            )
 
     def _end_with(self, state: BatcherState, thread: threading.Thread) -> None:
         with self._changed:
@@ -290,15 +324,21 @@ class Batcher:
             replaced.close()
         return None
 
+    def _may_go_on(self, unfinished: list[Request]) -> bool:
+        """Return whether there is work or a change of the state, and no thread pauses the batcher."""
+        self._is_parked = bool(self._pausing)
+        if self._is_parked:
+            self._changed.notify_all()
+            return False
+        return bool(unfinished or self._orders) or self._state is not BatcherState.TAKING
+
     def _take_orders(self) -> bool:
         """Wait for work or orders, execute the orders, and return whether the thread continues."""
         if not (unfinished := self._unfinished()):
             self.lock.rest()
         with self._changed:
             self._count()
-            self._changed.wait_for(
-                lambda: unfinished or self._orders or self._state is not BatcherState.TAKING
-            )
+            self._changed.wait_for(lambda: self._may_go_on(unfinished))
             num_orders = len(self._orders)
             state = self._state
         refusal = None if self.is_current() else self._replace_engine()

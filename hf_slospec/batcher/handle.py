@@ -99,7 +99,7 @@ class RequestHandle:
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs | None] = (),
     ):
-        self._logprobs = logprobs
+        self.recorded = logprobs  # log probabilities of all new tokens, published or not
         self._prompt_logprobs = prompt_logprobs
         self.replica: str | None = None  # name of the replica that serves the request, if any
         self.has_images = False  # the prompt contains images, audio or video
@@ -165,7 +165,7 @@ class RequestHandle:
         """Log probabilities of the new tokens so far; empty unless ``submit`` was called with
         ``logprobs``.
         """
-        return list(self._logprobs[: max(self._num_ready, 0)])
+        return list(self.recorded[: max(self._num_ready, 0)])
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:

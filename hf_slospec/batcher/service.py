@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_slospec.assembly import limits_of, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.handle import RequestHandle
-from hf_slospec.batcher.orders import Counts
+from hf_slospec.batcher.orders import Counts, Observer
 from hf_slospec.batcher.stats import Collector, Stats, Telemetry
 from hf_slospec.batcher.submission import (
     Prompt,
@@ -67,11 +67,26 @@ class BatchingService:
     """Decodes submitted requests together, with the models of a :class:`Decoder`."""
 
     def __init__(
-        self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, processor: Any = None
+        self,
+        decoder: Decoder,
+        tokenizer: PreTrainedTokenizerBase | None,
+        processor: Any = None,
+        config: SLOSpecConfig | None = None,
+        observer: Observer | None = None,
     ):
+        """Take the models and the settings.
+
+        Args:
+            decoder: the models, and the settings of speculation.
+            tokenizer: the target's.
+            processor: prepares prompts with images.
+            config: settings of the batcher; None: those of the decoder.
+            observer: is told what the batcher tells this service.
+        """
         self.decoder = decoder
         self.tokenizer = tokenizer
-        self.config = decoder.config
+        self.config = config or decoder.config
+        self._observer = observer
         self.processor = processor  # for prompts with images
         # Keyed by skip_special_tokens. Kept, as they cache properties of the tokenizer.
         self._texts = {skips: Detokenizer(tokenizer, skips) for skips in (False, True)}
@@ -97,6 +112,18 @@ class BatchingService:
         """Start the batcher unless it is running.
 
         All processes of a tensor-parallel model must call this.
+
+        Raises:
+            SLOSpecError: as raised by :meth:`set_up`.
+        """
+        with self._lock:
+            batcher = self.set_up()
+            if not batcher.is_running:
+                self._end_leading()
+            batcher.start()
+
+    def set_up(self) -> Batcher | Follower:
+        """Check the model, and create the batcher without starting it, unless that was done.
 
         Raises:
             UnsupportedModelError: the model is an encoder-decoder, or speculation does not support
@@ -126,9 +153,7 @@ class BatchingService:
                     )  # fmt: skip
                 else:
                     self._batcher = ranks.new_follower(new_engine, speculator, _batcher_thread)
-            if not self._batcher.is_running:
-                self._end_leading()
-            self._batcher.start()
+            return self._batcher
 
     def _check_defaults(self) -> None:
         """Prepare a request without options, so that a generation config with which every request
@@ -138,7 +163,8 @@ class BatchingService:
         short = {"max_new_tokens": 1, "min_new_tokens": 0, "tokenizer": self.tokenizer}
         try:
             arguments = {"inputs": ids, "attention_mask": torch.ones_like(ids)} | short
-            prepare(self.decoder.speculator_of(arguments), None, arguments)
+            # The weights' bits are compared when an engine is made.
+            prepare(self.decoder.speculator_of(arguments), None, arguments, is_idle=False)
         except (ValueError, TypeError) as error:
             if isinstance(error, (UnsupportedModelError, IncompatibleDraftError)):
                 raise
@@ -277,6 +303,8 @@ class BatchingService:
     def on_step(self, step: StepEvent) -> None:
         """Count a step; the batcher calls this as its :class:`Observer`."""
         self.telemetry.on_step(step)
+        if self._observer is not None:
+            self._observer.on_step(step)
 
     def on_end(self, request: Request) -> None:
         """Count a request that has ended, and free its sampler."""
@@ -284,6 +312,8 @@ class BatchingService:
         request.drop_hooks()
         self.telemetry.on_end(request)
         self.decoder.done += Done.of(request)
+        if self._observer is not None:
+            self._observer.on_end(request)
 
     def stats(self) -> Stats:
         """Return a snapshot of the batcher's present load and of its counts."""
@@ -326,7 +356,34 @@ class BatchingService:
             options: the options that ``generate`` does not have.
             arguments: the arguments of ``generate``; ``streamer`` is removed.
         """
-        batcher = self.batcher
+        handle, queue = self.prepared(
+            self.batcher, prompt, slo_tpot, options, arguments, images, continues
+        )
+        queue()
+        return handle
+
+    def prepared(
+        self,
+        batcher: Batcher,
+        prompt: Prompt,
+        slo_tpot: SLOTpot,
+        options: SubmitOptions,
+        arguments: dict[str, Any],
+        images: Sequence[Any] | None = None,
+        continues: RequestHandle | None = None,
+        reads_model: bool = True,
+    ) -> tuple[RequestHandle, Callable[[], None]]:
+        """Prepare one request for the batcher, which need not run yet.
+
+        Args:
+            batcher: takes the request.
+            prompt, slo_tpot, options, arguments, images, continues: as in :meth:`submit`.
+            reads_model: look for changes of the model. False: this was done just now, for another
+                request of the same call.
+
+        Returns:
+            The request's handle, and a function that queues the request.
+        """
         check_arguments_of_one(arguments)
         if autocast_dtype(self.decoder.model.device.type) is not None:
             raise UnsupportedOptionError(
@@ -359,8 +416,9 @@ class BatchingService:
         arguments = {"tokenizer": self.tokenizer} | arguments | inputs
         speculator = self.decoder.speculator_of(arguments)
         with keeping_rope_deltas(model):
+            is_idle = batcher.is_idle if reads_model else None
             call = prepare(
-                speculator, slo_tpot, arguments, options, earlier, batcher.is_idle, new_stop_strings
+                speculator, slo_tpot, arguments, options, earlier, is_idle, new_stop_strings
             )
         speculator.lock.rest()  # preparing may have run torch in this thread, e.g. encoded images
         (params,) = call.params
@@ -372,6 +430,7 @@ class BatchingService:
                 f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
             )
         record = call.rows.record
+        record.is_processed = options.processed_logprobs
         seed = options.seed if params.is_sampled else None
         if params.is_sampled and seed is None:
             seed = secrets.randbits(63)
@@ -382,8 +441,6 @@ class BatchingService:
         sampler = None if is_plain else call.sampler(seed, sharing=self.config.max_batch)
         new_noise = None if sampler is None else partial(call.noise_of, sampler)
         request = Request(next(self._index), params, call.arrived_s, options.resume, new_noise)
-        if sampler is not None:
-            self._samplers[request] = sampler
         reader = params.prompt_reader
         handle = RequestHandle(
             request,
@@ -394,18 +451,23 @@ class BatchingService:
             [] if reader is None else reader.logprobs,
         )
         handle.has_images = call.has_images
-        try:
-            batcher.submit(handle, options.block, options.timeout)
-        except BaseException:
-            self._samplers.pop(request, None)
-            raise
-        if streamer is not None:
-            thread = threading.Thread(
-                target=_stream, args=(handle, call.rows.input_ids, streamer), daemon=True
-            )
-            self._streaming.add(thread)
-            thread.start()
-        return handle
+
+        def queue() -> None:
+            if sampler is not None:
+                self._samplers[request] = sampler
+            try:
+                batcher.submit(handle, options.block, options.timeout)
+            except BaseException:
+                self._samplers.pop(request, None)
+                raise
+            if streamer is not None:
+                thread = threading.Thread(
+                    target=_stream, args=(handle, call.rows.input_ids, streamer), daemon=True
+                )
+                self._streaming.add(thread)
+                thread.start()
+
+        return handle, queue
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ class Decoder:
         self.make_policy = make_policy
         check_tokenizer(tokenizer)
         check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         assistant, self._drafter = one_way_to_draft(assistant_model, drafter)
         self._method = drafting_method(
             self.model, assistant, self._drafter, tokenizer, assistant_tokenizer
@@ -285,7 +285,7 @@ class Decoder:
         draft = (
             None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
         )
-        known = self._tokenizer if tokenizer is None else tokenizer
+        known = self.tokenizer if tokenizer is None else tokenizer
         tokenizers = () if assistant_tokenizer is None else (known, assistant_tokenizer)
         if draft is not None and tokenizers:
             if vocab_size(self.model) == vocab_size(draft):
@@ -315,7 +315,7 @@ class Decoder:
         """Return the speculator for a call's ``drafter``; the last one is cached."""
         if self._target is None or drafter == self._drafter:
             return self.speculator
-        known = self._tokenizer if tokenizer is None else tokenizer
+        known = self.tokenizer if tokenizer is None else tokenizer
         new_method = partial(drafting_method, self.model, None, drafter, known, assistant_tokenizer)
         return self._cached("drafter", (drafter, tokenizer, assistant_tokenizer), new_method)
 

@@ -24,6 +24,7 @@ from hf_slospec.drafters.load_drafter import Drafting
 from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedOptionError
 from hf_slospec.generate.arguments import check_flag, configured
 from hf_slospec.generate.call import Decoder
+from hf_slospec.generate.continuous_batching import METHODS, batching_methods, end_cached
 from hf_slospec.model.loading import check_causal_lm
 from hf_slospec.model.machine import size_and_place
 from hf_slospec.request.slo import SLOTpot
@@ -41,7 +42,7 @@ POSITIONAL = (
 # Arguments of generate that only an enabled model has.
 OURS = ("slo_tpot", "fallback", "drafter")
 # Attributes that enable() sets on a model.
-ATTRIBUTES = ("generate", "generate_batch")
+ATTRIBUTES = ("generate", *METHODS)
 VALIDATE = "_validate_model_kwargs"  # method of a model that disable() replaces
 
 
@@ -78,6 +79,7 @@ def enable(
             called for every call of ``generate`` with the config and the models'
             :class:`StepCosts`.
         always: speculate calls without ``slo_tpot``, too. Otherwise they run stock ``generate``.
+            ``generate_batch`` and managers of continuous batching speculate in any case.
         fallback: if speculation does not support the model or an option of a call, run stock
             ``generate`` with a :class:`FallbackWarning` instead of raising. ``generate(...,
             fallback=...)`` overrides this for one call.
@@ -98,7 +100,8 @@ def enable(
         model, assistant_model, drafter=drafter, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer,
         config=config, make_policy=make_policy, fallback=fallback,
     )  # fmt: skip
-    decoder.scope = "all calls of generate" if always else "calls of generate with slo_tpot"
+    calls = "all calls of generate" if always else "calls of generate with slo_tpot"
+    decoder.scope = f"{calls}, and generate_batch"
     _restore_generate(model)
     owner: Any = decoder.model  # the wrapped model, whose generate a PEFT model calls
     replaced = owner.__dict__.get("generate")  # a generate that other code set on the instance
@@ -136,9 +139,8 @@ def enable(
             return (replaced or types.MethodType(type(owner).generate, owner))(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback, drafter)
 
-    # TRL calls generate_batch if use_transformers_continuous_batching is set.
-    if always and hasattr(owner, "generate_batch"):
-        owner.__dict__["generate_batch"] = functools.partial(_generate_batch, owner)
+    for name, method in batching_methods(decoder).items():
+        owner.__dict__[name] = types.MethodType(method, owner)
     # Callers that inspect __wrapped__ find stock generate's plain function.
     wrapped = getattr(of_class, "__wrapped__", of_class)
     vars(generate).update(
@@ -196,17 +198,6 @@ def _generate_of_adapted(
         )
         kwargs = {name: value for name, value in kwargs.items() if name not in OURS}
     return (replaced or types.MethodType(type(model).generate, model))(*args, **kwargs)
-
-
-def _generate_batch(owner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's own ``generate_batch``, and warn that it does not speculate."""
-    warnings.warn(
-        "generate_batch does not speculate; call generate (in TRL, use_transformers_continuous_batching=False), or "
-        "SLOSpecGenerator.submit for continuous batching",
-        FallbackWarning,
-        stacklevel=2,
-    )
-    return type(owner).generate_batch(owner, *args, **kwargs)
 
 
 def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | None:
@@ -276,7 +267,9 @@ def _restore_generate(model: PreTrainedModel) -> None:
         del owner.__dict__[VALIDATE]
     if decoder_of(model) is not None:
         replaced = owner.__dict__.pop("generate").replaced
-        owner.__dict__.pop("generate_batch", None)
+        end_cached(owner)
+        for name in METHODS:
+            owner.__dict__.pop(name, None)
         adapted = model.__dict__.pop("generate", None)  # set if it is a PEFT model around the owner
         for each, before in ((owner, replaced), (model, getattr(adapted, "replaced", None))):
             if before is not None:

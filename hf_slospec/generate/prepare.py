@@ -132,7 +132,7 @@ def prepare(
     arguments: dict[str, Any],
     options: SubmitOptions | None = None,
     earlier: RequestMetrics | None = None,
-    is_idle: bool = True,
+    is_idle: bool | None = True,
     new_stop_strings: NewStopStrings = StopStrings,
 ) -> Call:
     """Check a call, let stock ``generate`` prepare it up to its decoding loop, and return it ready
@@ -144,7 +144,7 @@ def prepare(
         arguments: the arguments of stock ``generate`` by name.
         options: options of a submitted request; None for a call of ``generate``.
         earlier: metrics of the request that a submitted one continues.
-        is_idle: see :meth:`Speculator.renew`.
+        is_idle: see :meth:`Speculator.renew`; None: do not look for changes of the model.
         new_stop_strings: makes the stopping criterion for ``stop_strings``.
 
     Raises:
@@ -222,7 +222,10 @@ def generate_in_parts(
 
 
 def _check(
-    speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True
+    speculator: Speculator,
+    slo_tpot: SLOTpot,
+    arguments: dict[str, Any],
+    is_idle: bool | None = True,
 ) -> Stages | list[Stages]:
     """Check a call's arguments before stock ``generate`` gets them, update the packed models, and
     return the parsed SLO.
@@ -243,7 +246,8 @@ def _check(
         slo_tpot,
         None if tokenizer is None else lambda text: StopStrings(tokenizer, text).ends,
     )
-    speculator.renew(is_idle)
+    if is_idle is not None:
+        speculator.renew(is_idle)
     return slo
 
 

@@ -20,8 +20,8 @@ from hf_slospec.generate.enable import decoder_of, disable, enable
 
 logger = logging.getLogger(__name__)
 FILE = "past_answers.json"  # file name in a checkpoint folder
-# Training arguments of TRL with which the trainer does not call generate.
-BYPASSES = ("use_vllm", "use_transformers_continuous_batching")
+# Training arguments of TRL with which the trainer calls no method that enable() replaces.
+BYPASSES = ("use_vllm",)
 
 
 class RolloutCallback(TrainerCallback):
@@ -59,12 +59,12 @@ class RolloutCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Start speculation, and warn if the trainer will not call the model's ``generate``."""
+        """Start speculation, and warn if the trainer will decode by another library."""
         for name in BYPASSES:
             if getattr(args, name, False):
                 warnings.warn(
-                    f"rollouts are not speculated with {name}=True, as the trainer does not call generate; set it to "
-                    "False",
+                    f"rollouts are not speculated with {name}=True, as the trainer calls neither generate nor "
+                    "generate_batch; set it to False",
                     FallbackWarning,
                     stacklevel=2,
                 )

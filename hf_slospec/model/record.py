@@ -9,7 +9,7 @@ import torch
 
 class TokenLogprobs(NamedTuple):
     """Log probabilities of a committed token and of the most probable tokens at its position,
-    computed before logits processors.
+    before logits processors unless :attr:`Record.is_processed` was set.
     """
 
     logprob: float
@@ -31,6 +31,7 @@ class Record:
         }
         # Number of most probable tokens to record per position; None: record no log probabilities.
         self.num_top: int | None = None
+        self.is_processed = False  # log probabilities are those after logits processors
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_rows)]
 
     @property
@@ -44,7 +45,7 @@ class Record:
         for name, rows in self._rows.items():
             rows[row].append(values[name].clone())  # a view would keep the logits of all nodes
         if self.num_top is not None:
-            logprobs = logits.log_softmax(-1)
+            logprobs = (scores if self.is_processed else logits).log_softmax(-1)
             top = logprobs.topk(min(self.num_top, len(logprobs)))
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
             self.logprobs[row].append(TokenLogprobs(float(logprobs[token]), list(pairs)))

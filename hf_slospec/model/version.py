@@ -56,9 +56,9 @@ register_optimizer_step_post_hook(_count_write)
 # - the config's attention implementation, which packed forwards replace;
 # - parameters and buffers, which are read separately;
 # - what stock `generate` keeps for its next call (`rope_deltas`, a compiled forward, a manager of
-#   continuous batching), `generate` itself, which `enable` replaces, what trainers set (generation
-#   config, `use_cache`, `warnings_issued`), and hooks of gradients and state dicts: packed forwards
-#   read none of these.
+#   continuous batching), methods that `enable` replaces, what trainers set (generation config,
+#   `use_cache`, `warnings_issued`), and hooks of gradients and state dicts: packed forwards read
+#   none of these.
 IGNORED = {
     "training",
     "_attn_implementation_internal",
@@ -66,6 +66,8 @@ IGNORED = {
     "_buffers",
     "rope_deltas",
     "generate",
+    "generate_batch",
+    "init_continuous_batching",
     "generation_config",
     "use_cache",
     "warnings_issued",

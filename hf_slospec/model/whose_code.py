@@ -65,11 +65,13 @@ def is_unchanging(hook: Callable[..., Any]) -> bool:
 # Libraries whose decorators only call what they wrap.
 WRAPPERS = {"transformers", "torch", "hf_slospec", "contextlib"}
 # Libraries whose layers and hooks compute each token from its own inputs, or attend through
-# transformers' interface. Those after peft have layers with quantised weights, which transformers'
+# transformers' interface. Those after trl have layers with quantised weights, which transformers'
 # quantizers put into models.
 LIBRARIES = WRAPPERS | set(
-    "accelerate peft torchao bitsandbytes awq compressed_tensors gptqmodel hqq optimum".split()
+    "accelerate peft trl torchao bitsandbytes awq compressed_tensors gptqmodel hqq optimum".split()
 )
+# Variable in which trl's forward of a model holds the forward that it calls.
+CALLED_FORWARD = "original_forward"
 # Attribute that users set on hooks and modules to declare that they compute each token alone.
 DECLARED = "per_token"
 # Names of attributes and functions that code may use on tensors: none depends on the number of
@@ -236,6 +238,10 @@ def _functions(code: Any) -> Iterator[Any]:
         yield from _functions(code.__func__)
     elif isinstance(code, (FunctionType, BuiltinFunctionType)):
         yield code
+        if isinstance(code, FunctionType) and CALLED_FORWARD in code.__code__.co_freevars:
+            cells = code.__closure__ or ()
+            called = cells[code.__code__.co_freevars.index(CALLED_FORWARD)]
+            yield from _functions(called.cell_contents)
     elif isinstance(code, nn.Module):
         yield from _functions(code.forward)
         yield type(code).__call__

@@ -101,6 +101,7 @@ class SubmitOptions(BaseModel):
     must_guarantee: bool = False
     resume: Progress | None = None
     logprobs: int | None = Field(None, ge=0)  # number of most probable tokens per new token
+    processed_logprobs: bool = False  # logprobs are those after logits processors
     prompt_logprobs: int | None = Field(
         None, ge=0
     )  # number of most probable tokens per prompt token

@@ -80,7 +80,7 @@ def test_enabled_lasts_for_a_block_and_gives_the_earlier_settings_back():
         assert same is model and drafts(model) == "assistant model"
         before = dict(model.__dict__)
         with contextlib.suppress(ZeroDivisionError), hf_slospec.enabled(model, "lookup"):
-            assert drafts(model) == "prompt lookup" and "generate_batch" not in model.__dict__
+            assert drafts(model) == "prompt lookup"
             raise ZeroDivisionError
         assert dict(model.__dict__) == before and "generate_batch" in before
         never = hf_slospec.enabled(model, "lokup")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 
 import accelerate.hooks
 import pytest
@@ -271,6 +272,34 @@ def test_a_forward_that_is_replaced_in_its_class_is_refused(monkeypatch):
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) * len(x))
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         hf_slospec.enable(tiny_copy("llama"), config=CONFIG)
+
+
+FUSED = """
+def add_head(model):
+    original_forward = model.forward
+    @functools.wraps(type(model).forward)
+    def fused(self, *args, fused_lm_head=False, **kwargs):
+        return original_forward(*args, **kwargs)
+    model.forward = types.MethodType(fused, model)
+"""
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_forward_of_trl_is_as_good_as_the_one_that_it_calls(is_plain):
+    model = tiny_copy("llama")
+    if not is_plain:
+        plain = model.forward
+        model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    trl = {"__name__": "trl.trainer.utils", "functools": functools, "types": types}
+    exec(FUSED, trl)
+    trl["add_head"](model)
+    if is_plain:
+        hf_slospec.enable(model, config=CONFIG)
+        call = dict(ragged_prompts(2), max_new_tokens=5)
+        assert torch.equal(model.generate(**call, slo_tpot=0.1), model.generate(**call))
+    else:
+        with pytest.raises(UnsupportedModelError, match=REFUSED):
+            hf_slospec.enable(model, config=CONFIG)
 
 
 @pytest.mark.parametrize("name", SEEN)

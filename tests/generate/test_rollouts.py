@@ -64,7 +64,7 @@ def test_answers_go_with_checkpoints(tmp_path):
     assert resumed.callback.tokens_per_step[0] > rollouts.callback.tokens_per_step[0]
 
 
-@pytest.mark.parametrize("setting", [None, "use_vllm", "use_transformers_continuous_batching"])
+@pytest.mark.parametrize("setting", [None, "use_vllm"])
 def test_trainers_that_do_not_call_generate_are_warned_of(setting, tmp_path):
     rollouts = Rollouts(
         tmp_path, RolloutCallback("lookup"), **({} if setting is None else {setting: True})

@@ -38,7 +38,7 @@ def test_counts_of_calls_and_settings(fresh):
     )
     status = hf_slospec.status(fresh)
     assert (status.drafter, status.policy) == ("prompt lookup", "fixed")
-    assert status.enabled == "calls of generate with slo_tpot"
+    assert status.enabled == "calls of generate with slo_tpot, and generate_batch"
     assert status.forwards.keys() == {"target"}
     assert status.done.rows == 3
     assert status.done.tokens == sum(metrics.tokens - 1 for metrics in out.slo)
@@ -66,7 +66,9 @@ def test_one_line_is_logged_by_enable(fresh, caplog):
     with caplog.at_level(logging.INFO, "hf_slospec"):
         hf_slospec.enable(fresh, "lookup", always=True)
     (record,) = caplog.records
-    assert record.message.startswith("speculating all calls of generate: LlamaForCausalLM (0 M")
+    assert record.message.startswith(
+        "speculating all calls of generate, and generate_batch: LlamaForCausalLM (0 M"
+    )
     assert record.message.endswith("drafts: prompt lookup")
 
 
@@ -114,7 +116,7 @@ def test_a_closed_generator_and_a_copy_of_an_enabled_model(fresh):
     with pytest.raises(hf_slospec.NotRunningError, match="closed"):
         gen.set_policy("none")
     assert hf_slospec.status(copy.deepcopy(fresh)).enabled.startswith("no; ")
-    assert hf_slospec.status(fresh).enabled == "calls of generate with slo_tpot"
+    assert hf_slospec.status(fresh).enabled == "calls of generate with slo_tpot, and generate_batch"
 
 
 class Cells(PrintsAsTable):

@@ -116,16 +116,6 @@ def test_what_stock_ignores_is_ignored_and_nothing_warns():
     assert config.prompt_lookup_num_tokens == 3
 
 
-def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(monkeypatch):
-    model = tiny_copy("llama")
-    monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs: inputs)
-    hf_slospec.enable(model, always=True)
-    with pytest.warns(FallbackWarning, match="generate_batch does not speculate"):
-        assert model.generate_batch([3]) == [3]
-    hf_slospec.disable(model)
-    assert model.generate_batch([3]) == [3]
-
-
 @pytest.mark.parametrize("slo_tpot", [None, 0.05])
 def test_pipelines_speculate(slo_tpot, monkeypatch):
     model, draft, tokenizer = (copy.deepcopy(part) for part in hf_slospec.load_tiny_pair())

@@ -13,6 +13,7 @@ from examples import (
     batch_with_slos,
     custom_drafter,
     custom_policy,
+    generate_batch,
     hub_models,
     many_users,
     openai_client,
@@ -150,6 +151,13 @@ def test_custom_drafter(capsys, monkeypatch, tmp_path):
         assert accepted <= drafted
         num_accepted += accepted
     assert num_accepted
+
+
+def test_generate_batch(capsys):
+    generate_batch.main(new_tokens=12)
+    said = capsys.readouterr().out
+    assert said.count("mean log probability -") == len(generate_batch.TEXTS)
+    assert re.search(r"req_0 came in \d+ parts: \d+ tokens\n4 others are done, too\n[1-9]", said)
 
 
 @pytest.mark.nightly
