@@ -7,7 +7,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/quantized/PackedParams.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -85,6 +87,12 @@ int64_t new_context(bool is_invariant) {
   std::lock_guard<std::mutex> guard(contexts_mutex);
   contexts[++last] = std::make_shared<Context>(Context{is_invariant, {}, {}, {}});
   return last;
+}
+
+// Returns the index in the context of a linear layer of the graph. A piece of a graph numbers its own, and has the
+// indices behind the context's id.
+int64_t index_in(const Tensor& id, int64_t index) {
+  return id.numel() > 1 ? id.const_data_ptr<int64_t>()[1 + index] : index;
 }
 
 void delete_context(int64_t id) {
@@ -408,7 +416,7 @@ Tensor embedding(const Tensor& indices, const Tensor& like, const Tensor& id, in
   const auto context = context_of(id);
   auto sizes = indices.sizes().vec();
   sizes.push_back(width);
-  const auto& weight = context->linears.at(index).packed.at(0);
+  const auto& weight = context->linears.at(index_in(id, index)).packed.at(0);
   return quantised_rows(indices, *weight.quantised).to(like.scalar_type()).view(sizes);
 }
 
@@ -442,7 +450,7 @@ Tensor product(const Tensor& x, const Weight& weight) {
 
 Tensor linear(const Tensor& x, const Tensor& id, int64_t index, int64_t outputs) {
   const auto context = context_of(id);
-  const auto& linear = context->linears.at(index);
+  const auto& linear = context->linears.at(index_in(id, index));
   const int64_t num_tokens = x.numel() / x.size(-1);
   const auto bucket = std::lower_bound(linear.sizes.begin(), linear.sizes.end(), num_tokens) - linear.sizes.begin();
   const bool packs = !linear.packed.empty() &&
@@ -739,6 +747,43 @@ Tensor attend(const Tensor& any_query, const Tensor& any_key, const Tensor& any_
   return out;
 }
 
+using Piece = torch::inductor::AOTIModelPackageLoader;
+std::map<int64_t, std::shared_ptr<Piece>> pieces;
+
+// Loads a package of torch's compiler.
+int64_t load_piece(const std::string& path) {
+  static int64_t last = 0;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 6
+  auto piece = std::make_shared<Piece>(path, "model", /*run_single_threaded=*/true);
+#else
+  auto piece = std::make_shared<Piece>(path);
+#endif
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  pieces[++last] = std::move(piece);
+  return last;
+}
+
+void delete_piece(int64_t id) {
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  pieces.erase(id);
+}
+
+// Runs a piece of a graph with the linear layers at some indices in the context.
+std::vector<Tensor> run_piece(int64_t id, const Tensor& context, at::IntArrayRef linears, at::TensorList inputs) {
+  std::shared_ptr<Piece> piece;
+  {
+    std::lock_guard<std::mutex> guard(contexts_mutex);
+    piece = pieces.at(id);
+  }
+  auto table = at::empty({1 + int64_t(linears.size())}, context.options());
+  int64_t* to = table.mutable_data_ptr<int64_t>();
+  *to = *context.const_data_ptr<int64_t>();
+  std::copy(linears.begin(), linears.end(), to + 1);
+  auto arguments = inputs.vec();
+  arguments.push_back(std::move(table));
+  return piece->run(arguments);
+}
+
 }  // namespace
 
 // Functions without a backend's name serve all of them, packed weights of oneDNN and MKL included.
@@ -761,6 +806,9 @@ TORCH_LIBRARY(hf_slospec, library) {
   library.def("delete_quantised(int id) -> ()", delete_quantised);
   library.def("quantised_product(Tensor x, int id, Tensor? bias) -> Tensor", quantised_product_of);
   library.def("quantised_rows(Tensor indices, int id) -> Tensor", quantised_rows_of);
+  library.def("load_piece(str path) -> int", load_piece);
+  library.def("delete_piece(int id) -> ()", delete_piece);
+  library.def("run_piece(int id, Tensor context, int[] linears, Tensor[] inputs) -> Tensor[]", run_piece);
   library.def("set_pool(int id, Tensor[] keys, Tensor[] values) -> ()", set_pool);
   library.def("set_plan(int id, Tensor sequences, Tensor mask, Tensor windowed_mask, Tensor positions, "
               "Tensor staged_positions) -> ()", set_plan);

@@ -5,13 +5,16 @@ The library is built by this machine's C++ compiler when it is first needed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
+import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +100,33 @@ def build() -> None:
 @functools.cache
 def _load(path: Path) -> None:
     torch.ops.load_library(path)
-    torch.library.register_fake("hf_slospec::linear", _traced_linear)
-    torch.library.register_fake("hf_slospec::attend", _traced_attend)
-    torch.library.register_fake("hf_slospec::embedding", _traced_embedding)
+    for name, traced in _TRACED.items():
+        torch.library.register_fake(f"hf_slospec::{name}", traced)
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Build the library meanwhile, unless it exists; inside the context graphs can be traced.
+
+    Raises:
+        RuntimeError, OSError: see ``build``.
+    """
+    if library_path().exists():
+        load()
+        yield
+        return
+    with (
+        ThreadPoolExecutor(1) as pool,
+        torch.library._scoped_library("hf_slospec", "FRAGMENT") as library,
+    ):
+        built = pool.submit(build)
+        source = SOURCE.read_text()
+        for name, traced in _TRACED.items():
+            (parts,) = re.findall(rf'library\.def\(("{name}\([^;]*")\)', source)
+            library.define("".join(re.findall('"([^"]*)"', parts)))
+            torch.library.register_fake(f"hf_slospec::{name}", traced, lib=library)
+        yield
+        built.result()
 
 
 def _traced_linear(x: torch.Tensor, id: torch.Tensor, index: int, outputs: int) -> torch.Tensor:
@@ -116,6 +143,14 @@ def _traced_embedding(
     indices: torch.Tensor, like: torch.Tensor, id: torch.Tensor, index: int, width: int
 ) -> torch.Tensor:
     return like.new_empty(*indices.shape, width)
+
+
+# Operators of graphs, with what they return while they are traced.
+_TRACED: dict[str, Callable[..., torch.Tensor]] = {
+    "linear": _traced_linear,
+    "attend": _traced_attend,
+    "embedding": _traced_embedding,
+}
 
 
 def load() -> None:
@@ -228,6 +263,36 @@ class Context:
             operators.set_pool(self._id, pool.keys, pool.values)
             self._pool = weakref.ref(pool)
         operators.set_plan(self._id, *plan_for_operators(batch))
+
+
+class LoadedGraph:
+    """A graph in TorchScript's representation, with its compiled pieces."""
+
+    def __init__(self, script: str, pieces: Sequence[str]):
+        """Load the pieces; the library must be loaded.
+
+        Args:
+            script: see ``pieces.Graph.script``.
+            pieces: paths of the packages.
+
+        Raises:
+            RuntimeError: a package cannot be loaded.
+        """
+        operators = torch.ops.hf_slospec
+        graph = torch._C.parse_ir(script)
+        self._function = torch._C._create_function_from_graph("forward", graph)
+        self._pieces = list[int]()
+        for path in pieces:
+            id = operators.load_piece(path)
+            weakref.finalize(self, operators.delete_piece, id)
+            self._pieces.append(id)
+
+    @torch.no_grad()
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Return the graph's outputs."""
+        with torch.jit.optimized_execution(False):
+            outputs: list[torch.Tensor] = self._function(*inputs, self._pieces)
+        return outputs
 
 
 def plan_for_operators(batch: PackedBatch) -> tuple[torch.Tensor, ...]:
