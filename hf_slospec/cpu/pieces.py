@@ -303,14 +303,14 @@ class _Script:
 
     def _value(self, value: Any, kind: str) -> str:
         """Write an argument of a type of an operator's schema, and return its name."""
-        kind = kind.removeprefix("Optional[")
+        kind = _within(kind, "Optional")
         if isinstance(value, fx.Node):
             name: str = self._names[value]
             return name
         if value is None:
             return self._call("NoneType", "prim::Constant")
         if isinstance(value, (list, tuple)):
-            element = kind.removeprefix("List[").removesuffix("]")
+            element = _within(kind, "List")
             values = [self._value(each, element) for each in value]
             return self._list(_written(element), values)
         if isinstance(value, torch.device):
@@ -335,11 +335,15 @@ def _number(value: torch.dtype | torch.layout) -> int:
 
 def _written(kind: str) -> str:
     """Return a type of an operator's schema as graphs have it: Tensor, Tensor?, Tensor[], int."""
-    if kind.startswith("List["):
-        return _written(kind.removeprefix("List[").removesuffix("]")) + "[]"
-    if kind.startswith("Optional["):
-        return _written(kind.removeprefix("Optional[").removesuffix("]")) + "?"
+    for outer, suffix in (("List", "[]"), ("Optional", "?")):
+        if (element := _within(kind, outer)) != kind:
+            return _written(element) + suffix
     return kind
+
+
+def _within(kind: str, outer: str) -> str:
+    """Return the type in brackets behind the name of another one, if this is its name."""
+    return kind[len(outer) + 1 : -1] if kind.startswith(f"{outer}[") else kind
 
 
 def is_attention(node: fx.Node) -> bool:
