@@ -1,0 +1,88 @@
+"""Graphs of deep models in pieces: one of each kind is compiled, and rare ones are interpreted."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from hf_slospec.cpu import operators
+from hf_slospec.cpu.compile_job import CompileJob
+from hf_slospec.cpu.pieces import Graph
+from hf_slospec.cpu.twin import GraphDescription, export_graph
+from hf_slospec.model.tree_mask import chain
+from tests.cpu.test_compiled import generated, generator
+from tests.support.packed import packed_model
+from tests.support.toys.tiny_models import FAMILIES
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="forwards are compiled with g++"
+)
+NUM_LAYERS = 16  # of 17 pieces, the first and the last one are interpreted
+
+
+class Finished:
+    """A compilation that ran in this process."""
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch):
+    monkeypatch.setattr(CompileJob, "start", lambda self: self.run() or Finished())
+
+
+def deep_model(family, **changes):
+    name, settings = FAMILIES[family]
+    settings = settings | dict(num_hidden_layers=NUM_LAYERS) | changes
+    if "layer_types" in settings:
+        settings["layer_types"] = settings["layer_types"] * (NUM_LAYERS // 2)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)).eval()
+
+
+def graph_of(model, **options):
+    layers = packed_model(model).layers
+    with operators.building():
+        program, *_ = export_graph(GraphDescription.of(model, layers, (), True))
+    return Graph(program, **options)
+
+
+def test_layers_of_two_kinds_of_attention_share_a_piece():
+    """Windows are arguments of attention, and rotary embeddings inputs of a piece."""
+    model = deep_model("gemma3")
+    (package,) = packed_model(model, compile="wait").path("compiled")._packages.values()
+    assert len(package._job.interface.pieces) == 1
+    ours = generator(model)
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+@pytest.mark.nightly
+def test_models_of_the_same_layers_share_a_piece():
+    kinds = [graph_of(deep_model("llama", vocab_size=size)).kinds for size in (101, 107)]
+    assert kinds[0].keys() == kinds[1].keys() and len(kinds[0]) == 1
+
+
+@pytest.mark.nightly
+def test_hidden_states_between_pieces():
+    model = deep_model("llama")
+    outputs = []
+    layers = (0, 3, NUM_LAYERS)
+    for each in (packed_model(model, compile="wait"), packed_model(model)):
+        cache = each.kv_cache
+        with cache.temporary([9]) as (sequence,):
+            parts = [chain(each, sequence, list(range(3, 12)))]
+            outputs.append(each.outputs(cache.pool, parts, torch.tensor([8]), layers))
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
+    torch.testing.assert_close(outputs[0].features, outputs[1].features)
+
+
+@pytest.mark.nightly
+def test_models_with_reproducible_bits_are_compiled_in_all_pieces():
+    graph = graph_of(deep_model("llama"), max_interpreted=0.0)
+    assert len(graph.kinds) == 3 and len(graph.compiled) == NUM_LAYERS + 1
