@@ -94,7 +94,9 @@ class Piece:
         self.module = fx.GraphModule(constants, made)
         numbers = {node: f"%{i}" for i, node in enumerate(made.nodes)}
         operators = [
-            str(fx.map_arg([node.op, str(node.target), node.args, node.kwargs], numbers.__getitem__))
+            str(
+                fx.map_arg([node.op, str(node.target), node.args, node.kwargs], numbers.__getitem__)
+            )
             for node in made.nodes
         ]
         values = [value.tolist() for value in self.module.buffers()]
@@ -272,9 +274,7 @@ class _Script:
         kind = "int" if is_size(node) else "Tensor"
         if node.target is SIZE:
             tensor, dim = with_size(node, self._inputs)
-            return self._call(
-                kind, "aten::size", self._names[tensor], self._constant("int", dim)
-            )
+            return self._call(kind, "aten::size", self._names[tensor], self._constant("int", dim))
         if node.target is operator.getitem:
             of, index = node.args
             names = self._names[of]
