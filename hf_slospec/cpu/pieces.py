@@ -40,6 +40,7 @@ FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}  # numbers in T
 COMPILER: dict[str, Any] = {
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "aot_inductor.precompile_headers": False,
+    "aot_inductor.enable_line_tables": False,
 }
 # Seconds to compile a package, and a layer in it.
 PACKAGE_S = 8.0
@@ -54,13 +55,16 @@ class Piece:
         """Copy the nodes.
 
         Raises:
-            ValueError: they read a size that no tensor has that they read.
+            ValueError: they read a size that no tensor has that they read, or a tensor with a
+                computed size.
         """
         self.first = nodes[0]
         self.nodes = set(nodes)
         self.outputs = [node for node in nodes if not self.nodes.issuperset(node.users)]
         read = [each for node in nodes for each in node.all_input_nodes if each not in self.nodes]
         self.inputs = [node for node in dict.fromkeys(read) if not graph.is_copied(node)]
+        if any(_is_computed(size) for node in self.inputs for size in node.meta["val"].shape):
+            raise ValueError("a tensor between two pieces has a computed size")
         self.linears = list[int]()  # index of each `linear` operator in the model
         made = fx.Graph()
         copies = {node: made.placeholder(f"x{i}") for i, node in enumerate(self.inputs)}
@@ -135,13 +139,15 @@ class Piece:
 
     def compile(self, path: Path) -> None:
         """Write the package of the piece."""
-        from torch._inductor.exc import CppCompileError  # imported here: it takes a second
+        from torch._inductor import config  # imported here: it takes a second
+        from torch._inductor.exc import CppCompileError
 
         program = self.program()
+        known = {name: value for name, value in COMPILER.items() if hasattr(config, name)}
         # Instruction sets are those that torch finds, without a trial of the compiler for each. A
         # compiler may be too old for them.
         for is_known in (True, None):
-            settings = COMPILER | {"cpp.vec_isa_ok": is_known}
+            settings = known | {"cpp.vec_isa_ok": is_known}
             try:
                 torch._inductor.aoti_compile_and_package(
                     program, package_path=str(path), inductor_configs=settings
@@ -355,6 +361,10 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (int, torch.SymInt))
 
 
+def _is_computed(size: int | torch.SymInt) -> bool:
+    return not isinstance(size, int) and not size.node.expr.is_symbol
+
+
 def with_size(node: fx.Node, tensors: list[fx.Node]) -> tuple[fx.Node, int]:
     """Return a tensor and its dimension that has the size which a ``sym_size`` node reads.
 
@@ -389,4 +399,5 @@ def _example(value: torch.Tensor) -> torch.Tensor:
         [each if isinstance(each, int) else each.node.hint for each in of]
         for of in (value.shape, value.stride())
     )
-    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="cpu").zero_()
+    num_elements = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    return torch.zeros(num_elements, dtype=value.dtype, device="cpu").as_strided(sizes, strides)
