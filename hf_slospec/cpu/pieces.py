@@ -76,8 +76,9 @@ class Piece:
             if node.op == "get_attr":
                 setattr(constants, node.target, getattr(graph.root, node.target))
             elif node in graph.constants:
-                constants.register_buffer(node.name, graph.constants[node])
-                copies[node] = made.get_attr(node.name)
+                name = f"c{len(list(constants.buffers()))}"
+                constants.register_buffer(name, graph.constants[node])
+                copies[node] = made.get_attr(name)
                 return copies[node]
             elif node.target is SIZE and node.args[0] not in self.nodes:
                 tensor, dim = with_size(node, self.inputs)
@@ -103,8 +104,9 @@ class Piece:
             )
             for node in made.nodes
         ]
-        values = [value.tolist() for value in self.module.buffers()]
-        self.key = digest([operators, values, _described(self.inputs)])
+        constant = [value.tolist() for value in constants.buffers()]
+        inner = [str(getattr(module, "code", module)) for module in constants.children()]
+        self.key = digest([operators, constant, inner, _described(self.inputs)])
 
     @property
     def is_simple(self) -> bool:
@@ -257,7 +259,7 @@ class _Script:
                     self._names[each] = f"{made}_{i}"
                 results = ", ".join(f"{self._names[each]} : Tensor" for each in piece.outputs)
                 self._lines.append(f"{results} = prim::ListUnpack({made})")
-            elif node.op == "call_function" and node not in within:
+            elif node.op == "call_function" and node not in within and not is_size(node):
                 self._names[node] = self._result(node)
         returned = self._list("Tensor", [self._names[node] for node in graph.outputs])
         head = "".join(f"{self._names[node]} : Tensor, " for node in graph.inputs)
@@ -311,6 +313,8 @@ class _Script:
         """Write an argument of a type of an operator's schema, and return its name."""
         kind = _within(kind, "Optional")
         if isinstance(value, fx.Node):
+            if value not in self._names:  # sizes are read where they are used
+                self._names[value] = self._result(value)
             name: str = self._names[value]
             return name
         if value is None:
