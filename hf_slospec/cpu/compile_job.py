@@ -94,7 +94,7 @@ class CompileJob:
 
     @property
     def interface(self) -> Interface | None:
-        """What was compiled; None unless all of it and the operators' library exist."""
+        """Interface of the compiled graph; None unless all its files and the operators' library exist."""
         try:
             interface = Interface(**json.loads(self.path.read_text(encoding="utf-8")))
             files = operators.library_path(), *map(Path, interface.pieces)

@@ -165,8 +165,8 @@ class Graph:
     """A model's forward graph in pieces."""
 
     def __init__(self, program: ExportedProgram, max_interpreted: float = MAX_INTERPRETED):
-        """Cut the graph, which is changed in place, or take all of it as one piece where that is
-        impossible.
+        """Cut the graph, which is changed in place, at its attention operators, or take all of it
+        as one piece where that is impossible or takes less time to compile.
 
         Args:
             program: graph made by ``twin.export_graph``.
