@@ -290,7 +290,7 @@ class LoadedGraph:
     @torch.no_grad()
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Return the graph's outputs."""
-        with torch.jit.optimized_execution(False):
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             outputs: list[torch.Tensor] = self._function(*inputs, self._pieces)
         return outputs
 

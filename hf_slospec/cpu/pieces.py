@@ -70,7 +70,7 @@ class Piece:
         copies = {node: made.placeholder(f"x{i}") for i, node in enumerate(self.inputs)}
         constants = nn.Module()
 
-        def copy(node: fx.Node) -> fx.Node:
+        def copy(node: Any) -> fx.Node:
             if node in copies:
                 return copies[node]
             if node.op == "get_attr":
@@ -92,7 +92,7 @@ class Piece:
             copied = copy(node)
             if table in copied.all_input_nodes and not is_attention(node):
                 place = copied.args.index(table) + 1  # of the linear layer's index
-                index = copied.args[place]
+                index: Any = copied.args[place]
                 copied.args = (*copied.args[:place], len(self.linears), *copied.args[place + 1 :])
                 self.linears.append(index)
         made.output(tuple(copies[node] for node in self.outputs))
@@ -277,7 +277,7 @@ class _Script:
     def _constant(self, kind: str, value: Any) -> str:
         return self._call(kind, f"prim::Constant[value={value}]")
 
-    def _result(self, node: fx.Node) -> Any:
+    def _result(self, node: Any) -> Any:
         """Write an operator, and return the name of its result, or a list of names."""
         kind = "int" if is_size(node) else "Tensor"
         if node.target is SIZE:
@@ -337,7 +337,7 @@ class _Script:
 
 
 def _number(value: torch.dtype | torch.layout) -> int:
-    graph = torch._C.Graph()
+    graph: Any = torch._C.Graph()
     constant = graph.insertConstant(value)
     number: int = constant.toIValue()
     return number
