@@ -171,7 +171,7 @@ def main(
     target, draft, tokenizer = load_models(ModelOptions(size=size, dtype=dtype))
     prompts = tiny_texts(tokenizer)
     fits = {
-        name: profile(name, PackedModel(model), seconds, keep=True)["fit"]
+        name: profile(PackedModel(model), seconds, keep=True)["fit"]
         for name, model in (("target", target), ("draft", draft))
     }
     table = Table(title=f"{size} {dtype}: real / simulated")

@@ -48,6 +48,16 @@ class SLOSpecConfig(PolicySettings):
         "found by measurement: faster steps for up to twice the models' memory. None: where the copies take at most a "
         "quarter of the free memory.",
     )
+    weights: str = Field(
+        "auto",
+        pattern=r"^(auto|keep|int8|int4|.+\.gguf)$",
+        description="CPU: which weights of linear layers and embeddings are replaced in place by weights that stay "
+        "packed, for kernels that multiply with them as they are. auto: those that torchao has quantised or "
+        "transformers read from a GGUF file, with the same values. A path that ends in .gguf: the file that the target "
+        "was loaded from, where auto does not find it (transformers 5.23; Qwen3.5 and LFM2). int8, int4: linear layers "
+        "of a target and draft in fp32, fp16 or bf16 are quantised: faster steps of less memory, but another model, "
+        "whose text differs. keep: none.",
+    )
     cuda_graphs: bool = Field(
         True,
         description="CUDA with attention by triton or flash: capture forwards of up to 640 tokens that recur, and "

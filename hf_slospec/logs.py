@@ -8,12 +8,16 @@ import sys
 
 class LastResort(logging.Handler):
     """Prints warnings as ``logging.lastResort`` does, with time and name of the logger; prints
-    nothing once the application has a handler.
+    nothing if the application has a handler for the record.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers and logging.getLogger(__package__).handlers == [self]:
-            print(self.format(record), file=sys.stderr)
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return
+            logger = logger.parent if logger.propagate else None
+        print(self.format(record), file=sys.stderr)
 
 
 def install() -> None:

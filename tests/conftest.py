@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,6 +36,14 @@ settings.load_profile("untimed")
 pytest.register_assert_rewrite("tests.support")  # before any test imports it
 
 from tests.support.blocked import BLOCKED, pytest_ignore_collect  # noqa: E402, F401  a hook
+
+
+def pytest_configure(config):
+    """Build the operators' library beside the first tests, as all workers would wait for it."""
+    is_distributing = getattr(config.option, "numprocesses", None) and "cpu" not in BLOCKED
+    if is_distributing and "PYTEST_XDIST_WORKER" not in os.environ:
+        code = "from hf_slospec.cpu import operators; operators.build()"
+        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 import hf_slospec
+from benchmarks.gpu.quantised import ALL_SIZES
 from hf_slospec.cli.options import check_outputs, console, usage_errors, write_results
 from hf_slospec.server.model_options import only_errors_logged
 from hf_slospec.tiny.shapes import SIZES
@@ -29,7 +30,11 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def gpu_check(
     shapes: Annotated[
-        str, typer.Option(help=f"Sizes of the target, comma-separated: {', '.join(SIZES)}.")
+        str,
+        typer.Option(
+            help=f"Sizes of the target, comma-separated: {', '.join(SIZES)}, or such as 8B-int4: -int4, -int8 and -fp8 "
+            "are quantised by torchao."
+        ),
     ] = "8B",
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,4,16,64",
     prompt_tokens: Annotated[
@@ -88,9 +93,9 @@ def gpu_check(
 
     check_outputs(None, json_path)
     sizes = tuple(dict.fromkeys(shapes.replace(" ", "").split(",")))
-    if unknown := {*sizes, identity_shape} - set(SIZES):
+    if unknown := {*sizes, identity_shape} - set(ALL_SIZES):
         raise typer.BadParameter(
-            f"--shapes must be among {', '.join(SIZES)}, got {', '.join(sorted(unknown))}"
+            f"--shapes must be among {', '.join(ALL_SIZES)}, got {', '.join(sorted(unknown))}"
         )
     numbers = dict.fromkeys(batches.replace(" ", "").split(","))
     if not all(

@@ -18,12 +18,11 @@ from benchmarks.gpu.failures import outcome_of, release_memory
 from benchmarks.gpu.floor import floor
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.profiling import profile
+from benchmarks.gpu.quantised import ALL_SIZES, load
 from benchmarks.gpu.resuming import STARTED, is_done
 from benchmarks.gpu.speed import Repeats, compare, measure
 from hf_slospec.cli.benchmark import OURS, PLAIN, Bench
-from hf_slospec.server.loading import load_pair
 from hf_slospec.tiny.embedded import tiny_prompts
-from hf_slospec.tiny.shapes import SIZES
 
 SHARE = 0.8  # one method may take so much of the time left
 ENOUGH_SHARE = (
@@ -40,7 +39,7 @@ def order_of(sizes: Sequence[str], batches: Sequence[int]) -> list[tuple[str, in
     """Return sizes and batch sizes in order: small batches first, few changes of the model, the
     largest size first.
     """
-    largest_first = sorted(sizes, key=SIZES.index, reverse=True)
+    largest_first = sorted(sizes, key=ALL_SIZES.index, reverse=True)
     cells = []
     for index, batch in enumerate(sorted(batches)):
         cells += [
@@ -203,5 +202,4 @@ def _bandwidth(device: torch.device) -> Results:
 
 
 def _bench(plan: Plan, device: torch.device, size: str) -> Bench:
-    pair = load_pair(None, None, size, "bfloat16", str(device))
-    return Bench(*pair, tiny_prompts(), plan.prompt_tokens, plan.new_tokens)
+    return Bench(*load(size, str(device)), tiny_prompts(), plan.prompt_tokens, plan.new_tokens)

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from benchmarks.gpu.quantised import num_bytes
 from hf_slospec.model.measure import Forwards, Size
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
@@ -19,10 +20,10 @@ def weight_bytes(model: Any) -> int:
     """Return the bytes of the weights that a forward reads completely: all but an untied embedding
     table.
     """
-    num_bytes: int = sum(parameter.nbytes for parameter in model.parameters())
+    total: int = sum(map(num_bytes, model.parameters()))
     table = model.get_input_embeddings().weight
     output = model.get_output_embeddings().weight
-    return num_bytes if table is output else num_bytes - int(table.nbytes)
+    return total if table is output else total - num_bytes(table)
 
 
 def floor(

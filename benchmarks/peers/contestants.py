@@ -141,6 +141,15 @@ CHECKPOINT_GROUPS = {
     "quantised": [
         *CHECKPOINT_ANCHORS,
         *(
+            Contestant(
+                f"hf_slospec {kind}, {drafter}{OTHER_WEIGHTS}",
+                ("transformers", "bf16", kind),
+                {"drafter": drafter},
+            )
+            for kind in ("Q8_0", "Q4_0", "int8", "int4")
+            for drafter in ("none", "lookup")
+        ),
+        *(
             Contestant(f"llama.cpp {kind}{OTHER_WEIGHTS}", ("llama", kind, "none"))
             for kind in ("Q8_0", "Q4_0", "Q4_K_M")
         ),

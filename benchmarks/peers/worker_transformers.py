@@ -1,4 +1,6 @@
-"""Worker of stock ``generate``, assisted generation, prompt lookup and hf_slospec, in one dtype."""
+"""Worker of stock ``generate``, assisted generation, prompt lookup and hf_slospec, in one dtype; for
+hf_slospec also with weights of a GGUF file, or quantised by it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from protocol import NewTokens, Request, Settings, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.spec_bench import Contest
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.benchmark import provenance
 
 
@@ -23,8 +26,21 @@ def restrict_fbgemm() -> None:
     library._ZN6fbgemm14fbgemmForceIsaENS_10inst_set_tE(1)
 
 
+def quantised(target: Any, models: Path, weights: str) -> Any:
+    """Return the target with weights in "int8" or "int4", or with those of a GGUF file."""
+    if weights not in ("int8", "int4"):
+        name = f"target-{weights}.gguf"
+        load: Any = AutoModelForCausalLM.from_pretrained
+        target = load(models, gguf_file=name, dtype=target.dtype)
+        weights = str(models / name)
+    SLOSpecGenerator(
+        target, drafter="lookup", config=SLOSpecConfig(weights=weights, compile=False)
+    )  # packs the weights in place
+    return target
+
+
 def main() -> None:
-    settings, (short,) = Settings.read()
+    settings, (short, *weights) = Settings.read()
     if settings.isa == "avx2":
         restrict_fbgemm()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[short]
@@ -32,6 +48,8 @@ def main() -> None:
     load: Any = AutoModelForCausalLM.from_pretrained
     folders = [settings.models / f"{name}-{short}" for name in ("target", "draft")]
     target, draft = (load(folder, dtype=dtype) if folder.exists() else None for folder in folders)
+    if weights:
+        target = quantised(target, settings.models, *weights)
     for model in filter(None, (target, draft)):
         model.generation_config.eos_token_id = settings.ends or None
     tokenizer = AutoTokenizer.from_pretrained(folders[0])

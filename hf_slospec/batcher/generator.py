@@ -379,6 +379,7 @@ class SLOSpecGenerator:
             InvalidTypeError: ``config`` is neither a config nor a name.
             InvalidInputError: there is no such policy, or its draft trees may be larger than the
                 generator's own config allows.
+            NotRunningError: the generator was closed.
         """
         if isinstance(config, str):
             config = self.config.model_copy(update={"policy": config})

@@ -72,7 +72,10 @@ class RequestResult:
     def __repr__(self) -> str:
         size = f"{len(self.token_ids)} tokens, finish_reason {self.finish_reason!r}"
         text = "" if self.text is None else f", {textwrap.shorten(self.text, MAX_SHOWN)!r}"
-        return f"<RequestResult: {size}{text}>\n{self.metrics!r}"
+        return f"<RequestResult: {size}{text}>"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.metrics}"
 
     def _repr_html_(self) -> str:
         text = "" if self.text is None else f"<p>{html.escape(self.text)}</p>"

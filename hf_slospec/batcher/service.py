@@ -165,6 +165,7 @@ class BatchingService:
         """Refuse calls from now on, and stop the batcher; see :meth:`stop`."""
         with self._lock:
             self._is_closed = True
+            self.decoder.scope = "no; the generator was closed"
         self.stop(drain, timeout)
 
     def check_open(self) -> None:
@@ -252,9 +253,11 @@ class BatchingService:
         """Use the policy of ``config`` from the next step on.
 
         Raises:
+            NotRunningError: :meth:`close` was called.
             InvalidInputError: the policy's draft trees may be larger than the generator's own
                 config allows.
         """
+        self.check_open()
         if not isinstance(self._batcher, Batcher | None):
             self._batcher.refuse()
         speculator = self.decoder.speculator

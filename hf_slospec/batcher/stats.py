@@ -66,7 +66,8 @@ class Stats(BaseModel):
     kv_limit: int = Field(description="Maximum tokens of K/V.")
     memory: MemoryUse | None = Field(description="None before the batcher was first started.")
     forwards: dict[str, str] = Field(
-        description="How the forwards of target and draft are computed: compiled, or eager with the reason."
+        description="How the forwards of target and draft are computed: compiled, cuda_graphs, or eager with the "
+        "reason."
     )
     finished: dict[str, int] = Field(
         description="Requests by finish reason: stop, length, cancelled, error."

@@ -109,25 +109,23 @@ class Bench:
         """
         methods = []
         for batch in batches:
-            methods.append(self.stock_method(batch))
+            plain, *ours = self.gain_methods(batch)
+            methods.append(plain)
             if batch == 1:
                 if self.draft is not None:
                     methods.append(Method(ASSISTED, 1, self.stock(assistant_model=self.draft)))
                 methods.append(
                     Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10))
                 )
-            methods += self.our_methods(batch)
+            methods += ours
         return methods
 
-    def stock_method(self, batch: int) -> Method:
-        """Return stock ``generate``."""
-        return Method(PLAIN, batch, self.stock())
-
-    def our_methods(self, batch: int) -> list[Method]:
-        """Return our ``generate`` without drafts, and with them."""
+    def gain_methods(self, batch: int) -> list[Method]:
+        """Return stock ``generate``, and ours without drafts and with them."""
         return [
-            Method(WITHOUT_DRAFTS, batch, self.calling(self.generator_without_drafts)),
-            Method(OURS, batch, self.calling(self.generator)),
+            Method(PLAIN, batch, self.stock()),
+            Method(WITHOUT_DRAFTS, batch, self._of(self.generator_without_drafts)),
+            Method(OURS, batch, self._of(self.generator)),
         ]
 
     @cached_property
@@ -190,16 +188,11 @@ class Bench:
         )
 
     def stock(self, **options: Any) -> GenerateCall:
-        def run(inputs: dict[str, Any]) -> Any:
-            return self.target.generate(
-                **inputs, **self.sampling, max_new_tokens=self.new_tokens, **options
-            )
-
-        return run
+        return self._of(self.target, **options)
 
     def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
         """Return a call of the ``generate`` of :meth:`new_generator`."""
-        return self.calling(self.new_generator(config, method))
+        return self._of(self.new_generator(config, method))
 
     def new_generator(
         self, config: SLOSpecConfig | None, method: DraftMethod | None = None
@@ -215,18 +208,13 @@ class Bench:
             self.target, None, self.tokenizer, config, drafter=method or self.method
         )
 
-    def calling(self, generator: SLOSpecGenerator) -> GenerateCall:
-        """Return a call of a generator's ``generate``."""
-
-        def run(inputs: dict[str, Any]) -> Any:
-            return generator.generate(
-                **inputs,
-                **self.sampling,
-                max_new_tokens=self.new_tokens,
-                return_dict_in_generate=True,
-            )
-
-        return run
+    def _of(self, model: Any, **options: Any) -> GenerateCall:
+        """Return a call of the ``generate`` of a model or generator."""
+        if isinstance(model, SLOSpecGenerator):
+            options["return_dict_in_generate"] = True
+        return lambda inputs: model.generate(
+            **inputs, **self.sampling, max_new_tokens=self.new_tokens, **options
+        )
 
 
 def encoded(

@@ -23,7 +23,7 @@ from hf_slospec.generate.arguments import check_decoder_only
 from hf_slospec.generate.call import Decoder, decode
 from hf_slospec.generate.enable import decoder_of
 from hf_slospec.generate.prepare import prepare
-from hf_slospec.generate.processors import is_stateless, processors_of_row
+from hf_slospec.generate.processors import is_stateless, processors_of_rows
 from hf_slospec.generate.rows import pad_token
 from hf_slospec.generate.stock import StockCall, stock_generate
 from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, cache_option, input_device
@@ -189,13 +189,12 @@ def divergence_report(
     laid_out = rows.input_ids.tolist()  # with padding, as processors see them
     prompts = [list(params.prompt) for params in call.params]
     prompt_len = len(laid_out[0])
+    processors = processors_of_rows(call.stock.processors, len(prompts))
 
     def scores(row: int, new: list[int], logits: torch.Tensor) -> torch.Tensor:
         processed = logits.to(torch.float32, copy=True)[None]
         input_ids = torch.tensor([laid_out[row] + new], device=logits.device)
-        for processor in processors_of_row(
-            call.stock.processors, call.params[row].row, len(prompts)
-        ):
+        for processor in processors[call.params[row].row]:
             processed = processor(input_ids, processed)
         return processed[0]
 

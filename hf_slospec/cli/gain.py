@@ -72,8 +72,7 @@ def measure_gain(
         repeats: timed calls of each method.
         show: called with what is being done.
     """
-    methods = [bench.stock_method(batch), *bench.our_methods(batch)]
-    return gain_of(bench, bench.run(methods, repeats, show), batch)
+    return gain_of(bench, bench.run(bench.gain_methods(batch), repeats, show), batch)
 
 
 def gain_of(bench: Bench, samples: dict[tuple[str, int], list[Sample]], batch: int) -> Gain:
@@ -115,16 +114,11 @@ def _why_no_drafts(bench: Bench, ours: Sequence[Sample], batch: int) -> str:
         return "the policy is none"
     if not any(step.depth for sample in ours for step in sample.steps):
         costs = bench.generator.decoder.speculator.costs
-        few, many, level = (
-            f"{1e3 * seconds:.1f} ms"
-            for seconds in (
-                costs.verify_s(batch, batch),
-                costs.verify_s(2 * batch, batch),
-                costs.draft_s(batch, 1, 1),
-            )
-        )
+        few_ms = 1e3 * costs.verify_s(batch, batch)
+        many_ms = 1e3 * costs.verify_s(2 * batch, batch)
         return (
             f"the policy {policy} predicts that drafts do not pay on this machine, where a step of "
-            f"{batch} tokens takes {few}, of {2 * batch} tokens {many}, and drafting one level {level}"
+            f"{batch} tokens takes {few_ms:.1f} ms, of {2 * batch} tokens {many_ms:.1f} ms, and "
+            f"drafting one level {1e3 * costs.draft_s(batch, 1, 1):.1f} ms"
         )
     return f"{bench.method.kind} found nothing to propose"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,13 @@ from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
 
 
-def profile(
-    name: str,
-    packed: PackedModel,
-    seconds: float,
-    keep: bool,
-    show: Callable[[str], None] = lambda activity: None,
-) -> dict[str, Any]:
+def profile(packed: PackedModel, seconds: float, keep: bool) -> dict[str, Any]:
     """Measure the forwards of one model.
 
     Args:
-        name: name of the model in the progress.
         packed: the model's packed forwards.
         seconds: approximate duration; large sizes and repeats are left out to keep it.
         keep: store the fit for later runs on this machine.
-        show: prints the progress; default: it is not printed.
 
     Returns:
         Dict with ``measured``: tokens, requests, keys per request and milliseconds of every size;
@@ -36,7 +27,6 @@ def profile(
         ``not_measured``: tokens of the sizes for which there was no time, or which are too slow for
         a step.
     """
-    show(f"measuring the {name}")
     with evaluating(packed.model):
         measured = measure(Forwards(packed), seconds, held_out=True, repeats=4 * REPEATS)
     sizes = (*CURVE, *HELD_OUT)

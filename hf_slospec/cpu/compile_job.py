@@ -8,7 +8,6 @@ the graph and ``pieces.py`` cuts it; ``compiled.py`` starts the process and late
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -31,6 +30,11 @@ from hf_slospec.cpu import joined_linears, operators, pieces, twin
 from hf_slospec.cpu.pieces import MAX_INTERPRETED, Graph, Piece
 from hf_slospec.cpu.twin import GraphDescription, export_graph
 from hf_slospec.model.machine import kept_file, write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is compiled
+    fcntl = None  # type: ignore[assignment]  # the module or nothing
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +247,8 @@ def no_compiler() -> Iterator[None]:
         OSError: the cache directory cannot be written.
     """
     with open(kept_file("compiled", "", "").parent / LOCK, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_SH)
         yield
 
 

@@ -27,8 +27,8 @@ from hf_slospec.cpu.kernels import (
     packed_by,
 )
 from hf_slospec.cpu.operators import Blocks, Context
-from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.cpu.packed_weights import FREE_SHARE, can_be_packed, matrices_of
+from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.memory import free_memory
 

@@ -75,6 +75,15 @@ def build() -> None:
     path = library_path()
     if path.exists():
         return
+    import fcntl  # Linux only, as are the kernels
+
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, others wait
+        if not path.exists():
+            _build(path)
+
+
+def _build(path: Path) -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler  # imported here: it takes a second
 
     root = Path(torch.__file__).parent

@@ -17,13 +17,14 @@ constexpr int64_t VECTORS = LANES / WIDTH;  // per block of outputs
 
 // Bits of a code. Groups of 4-bit codes are 4 times 16 dwords, one per output: word h, nibble p of dword vector c has
 // input 8 * c + 2 * p + h. Behind them are 16 dwords of fifth bits, at bit 4 * c + p of word h, or 32 dwords of fifth
-// and sixth bits, at bit 2 * (4 * (c % 2) + p) of dword vector c / 2. 8-bit codes are [16 pairs][2][16 outputs].
-enum Code { FOUR = 4, FIVE = 5, SIX = 6, EIGHT = 8 };
-constexpr int64_t bytes_of(int code) { return LANES * GROUP * code / 8; }
+// and sixth bits, at bit 2 * (4 * (c % 2) + p) of dword vector c / 2. 8-bit codes are [16 pairs][2][16 outputs]. FLOAT is
+// float8_e4m3fn, of which `scales` hold 256 times the scale.
+enum Code { FOUR = 4, FIVE = 5, SIX = 6, EIGHT = 8, FLOAT = 9 };
+constexpr int64_t bytes_of(int code) { return LANES * GROUP * std::min(code, 8) / 8; }
 
 struct Quantised {
-  int64_t code;     // bits
-  int64_t zero;     // code of the value 0; 8-bit codes are signed
+  int64_t code;     // a Code
+  int64_t zero;     // code of the value 0; codes of 8 bits are signed
   int64_t outputs;
   int64_t span;     // inputs per scale, 16 or 32
   int64_t shared;   // spans per factor of `scales`, with which each `steps` entry is multiplied
@@ -57,6 +58,28 @@ inline vec load_half(const at::Half* from) {
 #endif
 }
 
+// Returns WIDTH numbers in float8_e4m3fn, divided by 256, which fp16 with the same bits holds; that has subnormals of all CPUs.
+inline vec load_float8(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m256i sign = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0x8000)));
+  const __m256i rest = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(0x3F80));
+  return (vec)_mm512_cvtph_ps(_mm256_or_si256(sign, rest));
+#else
+  alignas(64) at::Half halves[WIDTH];
+  for (int64_t i = 0; i < WIDTH; ++i)
+    halves[i] = at::Half(uint16_t((from[i] & 0x80) << 8 | (from[i] & 0x7F) << 7), at::Half::from_bits());
+  return load_half(halves);
+#endif
+}
+
+// Returns WIDTH codes of 8 bits.
+template <int C>
+inline vec load_code(const uint8_t* from) {
+  if constexpr (C == FLOAT) return load_float8(from);
+  return load(reinterpret_cast<const int8_t*>(from));
+}
+
 // Scales or minima of a weight, one per lane and span.
 struct Factors {
   const at::Half* halves;
@@ -85,8 +108,8 @@ struct Factors {
 // Returns the codes of one input of a group, less `zero`, for WIDTH outputs from `lane` on.
 template <int C>
 inline vec decoded(const uint8_t* group, int64_t input, int64_t lane, int32_t zero) {
-  if constexpr (C == EIGHT) {
-    return load(reinterpret_cast<const int8_t*>(group) + input * LANES + lane);
+  if constexpr (C >= EIGHT) {
+    return load_code<C>(group + input * LANES + lane);
   } else {
     const int64_t c = input / 8, p = input % 8 / 2, h = input % 2;
     const auto vector = [&](int64_t index) {
@@ -116,11 +139,8 @@ struct Table {
 template <int C>
 inline __m512i decoded_pair(const uint8_t* group, int64_t index, const Table& table, const __m512i& low_table) {
   const auto* vectors = reinterpret_cast<const __m512i*>(group);
-  if constexpr (C == EIGHT) {
-    const auto as_float = [&](int64_t i) {
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group) + i);
-      return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
-    };
+  if constexpr (C >= EIGHT) {
+    const auto as_float = [&](int64_t i) { return (__m512i)load_code<C>(group + i * LANES); };
     // bf16 is the upper half of a float, which holds 8 bits exactly.
     return _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(as_float(2 * index), 16), as_float(2 * index + 1));
   } else {
@@ -370,7 +390,8 @@ void with_code(int64_t code, F function) {
     case FIVE: return function(std::integral_constant<int, FIVE>());
     case SIX: return function(std::integral_constant<int, SIX>());
     case EIGHT: return function(std::integral_constant<int, EIGHT>());
-    default: TORCH_CHECK(false, "no codes of ", code, " bits");
+    case FLOAT: return function(std::integral_constant<int, FLOAT>());
+    default: TORCH_CHECK(false, "no codes of kind ", code);
   }
 }
 

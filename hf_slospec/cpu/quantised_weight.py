@@ -1,4 +1,4 @@
-"""``QuantisedWeight``, the tensor class of parameters that stay packed, and models that hold them."""
+"""``QuantisedWeight``, the tensor class of parameters that stay packed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hf_slospec.cpu.quantised import QuantisedMatrix, quantise
+from hf_slospec.cpu.quantised import NAMES, QuantisedMatrix
 
 aten = torch.ops.aten
-BITS = {"int8": 8, "int4": 4}  # by name of SLOSpecConfig(weights=...)
 
 
 class QuantisedWeight(torch.Tensor):
@@ -28,13 +27,18 @@ class QuantisedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, matrix: QuantisedMatrix, dtype: torch.dtype) -> QuantisedWeight:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, (matrix.outputs, matrix.inputs), dtype=dtype, device="cpu"
+            cls, (matrix.outputs, matrix.inputs), dtype=dtype, device=torch.device("cpu")
         )
         made.matrix = matrix
         return made
 
+    @property
+    def format(self) -> str:
+        """Number of bits, as text."""
+        return f"{NAMES[self.matrix.bits]}, packed"
+
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"QuantisedWeight({self.matrix.bits} bits, {list(self.shape)}, {self.dtype})"
+        return f"QuantisedWeight({self.format}, {list(self.shape)}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the tensors that hold the values, as torch's subclasses do."""
@@ -48,7 +52,8 @@ class QuantisedWeight(torch.Tensor):
 
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
-            return self.__dict__["matrix"].tensors[name]
+            tensor: torch.Tensor = self.__dict__["matrix"].tensors[name]
+            return tensor
         except KeyError:
             raise AttributeError(name) from None
 
@@ -68,10 +73,10 @@ class QuantisedWeight(torch.Tensor):
                 return weight.matrix(input, bias)
         if func is F.embedding and type(args[1]) is cls:
             return args[1].matrix.rows(args[0]).to(args[1].dtype)
-        return super().__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -85,27 +90,3 @@ class QuantisedWeight(torch.Tensor):
             return value.matrix.dequantised().to(value.dtype) if type(value) is cls else value
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
-
-
-def quantise_model(model: nn.Module, name: str) -> int:
-    """Quantise the weights of all linear layers of a model, and its embeddings if the head has the
-    same weight, in place.
-
-    Args:
-        model: a model on the CPU in fp32, bf16 or fp16.
-        name: "int8" or "int4".
-
-    Returns:
-        The number of weights that were quantised.
-    """
-    made: dict[int, nn.Parameter] = {}
-    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
-        weight = layer.weight
-        if type(weight) is nn.Parameter and weight.shape[1] % 32 == 0 and id(weight) not in made:
-            matrix = QuantisedMatrix(quantise(weight, BITS[name]))
-            made[id(weight)] = nn.Parameter(QuantisedWeight(matrix, weight.dtype), False)
-    for module in model.modules():
-        for key, weight in list(module._parameters.items()):
-            if id(weight) in made:
-                module._parameters[key] = made[id(weight)]
-    return len(made)

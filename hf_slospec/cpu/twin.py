@@ -275,21 +275,26 @@ class _TracedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class _TracedEmbedding(nn.Module):
+class _TracedEmbedding(nn.Embedding):
     """Embedding that calls the ``embedding`` operator, which has the quantised weight."""
 
-    def __init__(self, step: _Step, name: str, width: int):
-        super().__init__()
-        self._step = [step]
-        self._index = len(step.linears)
-        self._width = width
-        step.linears.append(name)
+    @staticmethod
+    def replace(step: _Step, name: str, part: nn.Embedding) -> None:
+        """Change the class of an embedding, whose own forward may scale what this one returns."""
+        kind = type(part)
+        bases = (_TracedEmbedding,) if kind is nn.Embedding else (kind, _TracedEmbedding)
+        part.__class__ = type(kind.__name__, bases, {})
+        del part.weight
         dtype, _ = step.description.tensors[f"{name}.weight"]
-        self.weight = torch.zeros(1, dtype=dtype, device="cpu")  # models read its dtype
+        vars(part)["weight"] = torch.zeros(1, dtype=dtype, device="cpu")  # models read its dtype
+        vars(part)["step"] = step
+        vars(part)["index"] = len(step.linears)
+        step.linears.append(name)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        own = vars(self)
         rows: torch.Tensor = torch.ops.hf_slospec.embedding(
-            indices, self.weight, self._step[0].traced.context, self._index, self._width
+            indices, self.weight, own["step"].traced.context, own["index"], self.embedding_dim
         )
         return rows
 
@@ -337,12 +342,9 @@ class _Step(nn.Module):
             parent, _, attribute = name.rpartition(".")
             holder = twin.get_submodule(parent)
             setattr(holder, attribute, self._traced(name, getattr(holder, attribute)))
-        for name in [name for name, part in twin.named_modules() if type(part) is nn.Embedding]:
-            if f"{name}.weight" in description.quantised:
-                parent, _, attribute = name.rpartition(".")
-                width = twin.get_submodule(name).embedding_dim
-                traced = _TracedEmbedding(self, name, width)
-                setattr(twin.get_submodule(parent), attribute, traced)
+        for name, part in list(twin.named_modules()):
+            if isinstance(part, nn.Embedding) and f"{name}.weight" in description.quantised:
+                _TracedEmbedding.replace(self, name, part)
         named = [*twin.named_parameters(), *twin.named_buffers()]
         self.weights = [name for name, _ in named]
         if missing := [name for name in self.weights if name not in description.tensors]:

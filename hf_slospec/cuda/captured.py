@@ -34,7 +34,7 @@ from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs, PlanKey
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.paths import Facts, ForwardPath, PathContext
-from hf_slospec.model.version import ModelVersion, can_be_traced
+from hf_slospec.model.version import ModelVersion, can_be_captured
 
 # K/V slots for padding tokens: 128, the largest difference between two of BUCKETS, and one for each
 # of 16 padding sequences.
@@ -122,12 +122,12 @@ class CudaGraphPath(ForwardPath):
         self._device = context.facts.device
         self._model = context.model
         self._version = context.version
-        self._can_be_traced = can_be_traced(self._model)
+        self._can_be_captured = can_be_captured(self._model)
         self._plans: list[PlanKey] | None = None  # requested by the layers; None: not found yet
         self._modules = self._version.modules  # version of the modules that requested these plans
         self._history = GraphHistory()
         self._by_pool = WeakKeyDictionary[KVPool, Graphs]()  # graphs contain addresses of the pool
-        self.is_on = True
+        self._why_not: str | None = None  # why nothing is captured any more, on any pool
 
     @classmethod
     def why_not(cls, facts: Facts, config: SLOSpecConfig) -> str | None:
@@ -142,10 +142,23 @@ class CudaGraphPath(ForwardPath):
         return "its device has no CUDA graphs" if capturer_for(facts.device) is None else None
 
     def renew(self, version: ModelVersion) -> None:
-        self._can_be_traced = can_be_traced(self._model)
+        self._can_be_captured = can_be_captured(self._model)
         if self._modules != version.modules:
             self._modules = version.modules
             self._plans = None
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether forwards may be captured, or were not tried yet."""
+        return self._why_not is None
+
+    def status(self, feature_layers: tuple[int, ...] = ()) -> str:
+        if not self._can_be_captured:
+            return "eager: hooks, several devices, or sparse weights"
+        why_not = (graphs.why_not for graphs in list(self._by_pool.values()))
+        if (why := next(filter(None, (self._why_not, *why_not)), None)) is not None:
+            return f"eager: {why}"
+        return self.name if self._history.counts.captures else "eager: no forward has recurred yet"
 
     @property
     def is_ready(self) -> bool:
@@ -204,7 +217,8 @@ class CudaGraphPath(ForwardPath):
         graphs = self._by_pool[inputs.pool]
         compute = functools.partial(self._compute, inputs.pool)
         outputs = graphs.run(tensors, compute, self._version.storage, is_kept=level is None)
-        self.is_on &= not graphs.has_failed  # captures on another pool would fail as well
+        if graphs.has_failed:  # captures on another pool would fail as well
+            self._why_not = graphs.why_not
         if outputs is None or level is not None:
             return None if outputs is None else Outputs(NO_LOGITS, drafted=outputs)
         num_tokens = sum(part.num_tokens for part in inputs.parts)
@@ -215,7 +229,7 @@ class CudaGraphPath(ForwardPath):
 
     def _may_replay(self, inputs: ForwardInputs) -> bool:
         graphs = self.on(inputs.pool)
-        if graphs is None or graphs.is_off or not self._can_be_traced:
+        if graphs is None or graphs.is_off or not self._can_be_captured:
             return False
         if torch.is_autocast_enabled(self._device.type):
             return False
@@ -228,8 +242,8 @@ class CudaGraphPath(ForwardPath):
         if self._plans is None:
             self._plans = self._eager.find_plans()
             if not {make for make, *_ in self._plans} <= REPLAYABLE:
-                logger.info("CUDA graphs are off: a layer's attention depends on sequence lengths")
-                self.is_on = False
+                self._why_not = "a layer's attention depends on sequence lengths"
+                logger.info("CUDA graphs are off: %s", self._why_not)
                 self._by_pool.clear()
         return self._plans
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from hf_slospec.cuda.flash_kernels import HALF
 from hf_slospec.cuda.graphs import capturer_for, replayed_s
+from hf_slospec.model.checksum import PLAIN
 from hf_slospec.model.linear_overrides import Override
-from hf_slospec.model.version import PLAIN
 
 logger = logging.getLogger(__name__)
 

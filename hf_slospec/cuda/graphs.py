@@ -228,10 +228,16 @@ class Graphs:
         self._out: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
         self._lock = Lock()
         self.patience = PATIENCE
-        self.is_off = self.has_failed = False
+        self.why_not: str | None = None  # why graphs are off
+        self.has_failed = False
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether no forward is captured any more."""
+        return self.why_not is not None
 
     @property
     def max_idle_bytes(self) -> int:
@@ -355,9 +361,9 @@ class Graphs:
         return buffers
 
     def _stop(self, why: str, what: object) -> None:
-        logger.info(f"CUDA graphs are off from here on: {why}", what)
+        self.why_not = why % what
+        logger.info("CUDA graphs are off from here on: %s", self.why_not)
         self._captured.clear()
-        self.is_off = True
 
 
 def _copy(computed: Any, outputs: Any) -> Any:

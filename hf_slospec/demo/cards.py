@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import zip_longest
 
 from hf_slospec.batcher.texts import ToText
 from hf_slospec.demo.generator import HighlightedText, TextPiece
@@ -29,6 +30,10 @@ PREPARED = """<b>Race</b> decodes your prompt in three ways, each alone on this 
 three back side by side, at their measured speed."""
 ALONE = "is decoded, alone on this machine: the users below pause."
 REPLAY = "All three are played back at the speed at which they were decoded."
+
+
+def percent(part: float, whole: float = 1.0) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def speed_of(view: View) -> float | None:
@@ -138,13 +143,9 @@ def _piece(piece: TextPiece) -> str:
 def _figures(view: View, share: float) -> str:
     metrics = view.metrics
     length = None if metrics is None else metrics.acceptance_length
-    accepted = (
-        f"{100 * metrics.accepted / metrics.drafted:.0f} %"
-        if metrics is not None and metrics.drafted
-        else "-"
-    )
+    accepted = "-" if metrics is None else percent(metrics.accepted, metrics.drafted)
     pairs = [
-        ("budget share", f"{100 * share:.0f} %"),
+        ("budget share", percent(share)),
         ("tokens per step", f"{length:.2f}" if length else "-"),
         ("drafts accepted", accepted),
         (
@@ -185,7 +186,7 @@ def headline(scene: Scene) -> str:
             f"{attained} of {judged}",
             f"answers met it since “{scene.policy}” was chosen",
         ),
-        (f"{100 * accepted / drafted:.0f} %" if drafted else "-", "of drafted tokens accepted"),
+        (percent(accepted, drafted), "of drafted tokens accepted"),
     ]
     cells = "".join(f"<div><b>{number}</b><span>{words}</span></div>" for number, words in tiles)
     return f'<div class="tiles">{cells}</div>{_budget(views)}'
@@ -198,10 +199,10 @@ def _budget(views: Sequence[View]) -> str:
     ):
         if share > 0:
             name = escape(view.name)
-            percent = f"{100 * share:.0f} %"
+            size = percent(share)
             parts.append(
-                f'<span class="p{index % NUM_PATTERNS}" style="flex-grow:{share:.4f}" title="{name}: {percent}">'
-                f"<em>{name} {percent}</em></span>"
+                f'<span class="p{index % NUM_PATTERNS}" style="flex-grow:{share:.4f}" title="{name}: {size}">'
+                f"<em>{name} {size}</em></span>"
             )
     body = "".join(parts) or "<span class='idle'><em>nothing is being decoded</em></span>"
     return f'<div class="shares"><span class="dim">Token budget</span><div class="budget">{body}</div></div>'
@@ -212,15 +213,14 @@ def race_html(race: Race | None, to_text: ToText) -> str:
     play that back together, at the speed at which it was decoded.
     """
     lanes = [] if race is None else race.lanes
-    done = race if race is not None and race.is_done else None
-    parts = [
-        _lane(name, lanes[index] if index < len(lanes) else None, to_text, done is not None)
-        for index, name in enumerate(NAMES)
-    ]
-    end_s = max((lane.read()[-1].at_s for lane in lanes), default=0.0) if done else 0.0
-    words = PREPARED if race is None else f"Lane {max(len(lanes), 1)} of {len(NAMES)} {ALONE}"
-    if done:
-        words = f'<span class="until">{REPLAY}</span><span class="t">{result(done)}</span>'
+    is_done = race is not None and race.is_done
+    words = f"Lane {max(len(lanes), 1)} of {len(NAMES)} {ALONE}"
+    if race is None:
+        words = PREPARED
+    elif is_done:
+        words = f'<span class="until">{REPLAY}</span><span class="t">{result(race)}</span>'
+    end_s = max((lane.end_s for lane in lanes), default=0.0)
+    parts = [_lane(name, lane, to_text, is_done) for name, lane in zip_longest(NAMES, lanes)]
     return (
         f'<p class="result" style="--t:{end_s:.3f}s">{words}</p>'
         f'<div class="lanes">{"".join(parts)}</div>'
@@ -235,43 +235,48 @@ def result(race: Race) -> str:
     if not (stock_s and steps_s and drafts_s):
         return "The answer has a single token, and so no time per token; take another prompt."
     num_same = race.num_same
-    num_tokens = min(len(lane.tokens) for lane in race.lanes)
+    num_tokens = min(len(lane.source.token_ids) for lane in race.lanes)
     same = f"All three wrote the same {num_tokens} tokens."
     if num_same < num_tokens:
         same = f"The first {num_same} tokens are the same; half precision rounds differently after."
+    pace = "faster" if steps_s <= stock_s else "slower"
+    steps = f"by {pace} steps (forwards {escape(race.forwards)})"
+    factors = (
+        f"<b>{stock_s / steps_s:.1f}x</b> {steps} &times; <b>{steps_s / drafts_s:.1f}x</b> by drafts "
+        f"({race.policy}: {race.lanes[-1].tokens_per_step:.2f} tokens per step)"
+    )
+    if not any(race.lanes[-1].source.from_draft):
+        factors = f"{steps}; no draft was accepted, so drafts gained nothing"
     return (
         f"<b>{stock_s / drafts_s:.1f} times the speed of stock generate</b>: "
-        f"{1e3 * stock_s:.1f} → {1e3 * drafts_s:.1f} ms per token = "
-        f"<b>{stock_s / steps_s:.1f}x</b> by faster steps (forwards {escape(race.forwards)}) &times; "
-        f"<b>{steps_s / drafts_s:.1f}x</b> by drafts "
-        f"({race.policy}: {race.lanes[-1].tokens_per_step:.1f} tokens per step). {same}"
+        f"{1e3 * stock_s:.1f} → {1e3 * drafts_s:.1f} ms per token, {factors}. {same}"
     )
 
 
 def _lane(name: str, lane: Lane | None, to_text: ToText, is_done: bool) -> str:
     if lane is None:
         return f'<article class="lane"><header><h3>{name}</h3></header>{_text([], False)}</article>'
-    steps = lane.read()
+    steps = lane.steps
+    source = lane.source
     text = HighlightedText(to_text)
-    pieces = []
-    tokens: list[int] = []
-    origins: list[bool] = []
+    spans = []
+    pieces: list[TextPiece] = []
+    num_tokens = 0
     for step in steps:
-        num_before = len(text.update(tokens, origins))
-        tokens += step.tokens
-        origins += [index < step.num_accepted for index in range(len(step.tokens))]
-        new = text.update(tokens, origins, is_done and step is steps[-1])[num_before:]
-        shown = "".join(map(_piece, new))
-        pieces.append(
-            f'<span class="t" style="--t:{step.at_s:.3f}s;--n:{len(step.tokens)}">{shown}</span>'
-        )
-    end_s = steps[-1].at_s if steps else 0.0
+        num_shown = len(pieces)
+        tokens = source.token_ids[: step.num_emitted]
+        pieces = text.update(tokens, source.from_draft, is_done and step is steps[-1])
+        shown = "".join(map(_piece, pieces[num_shown:]))
+        num_new = step.num_emitted - num_tokens
+        spans.append(f'<span class="t" style="--t:{step.at_s:.3f}s;--n:{num_new}">{shown}</span>')
+        num_tokens = step.num_emitted
+    end_s = lane.end_s
     speed = f"{1e3 * lane.tpot_s:.1f} ms/token" if lane.tpot_s else ""
     length = f"{lane.tokens_per_step or 1:.1f} per step"
     return (
         f'<article class="lane {"replay" if is_done else "live"}" style="--end:{end_s:.3f}s">'
         f'<header><h3>{name}</h3><p><b class="t" style="--t:{end_s:.3f}s">{speed}</b></p></header>'
         f'<div class="track"><span></span></div><div class="text" tabindex="0"><pre>'
-        f"{''.join(pieces)}</pre></div>"
+        f"{''.join(spans)}</pre></div>"
         f'<p class="dim count"> tokens, {length}</p></article>'
     )

@@ -50,11 +50,12 @@ class HighlightedText:
         return list(self._pieces)
 
 
+FIXED = SLOSpecConfig(policy="fixed", max_depth=4, max_width=1)
 POLICIES = {
-    "none": SLOSpecConfig(policy="none"),
-    "fixed": SLOSpecConfig(policy="fixed", max_depth=4, max_width=1),
-    "adaserve": SLOSpecConfig(policy="adaserve"),
-    "auto": SLOSpecConfig(policy="auto"),
+    "auto": "drafts where it pays, users that miss their SLO first",
+    "adaserve": "the whole token budget in every step",
+    "fixed": "four draft tokens for every user",
+    "none": "no drafts",
 }
 
 
@@ -69,10 +70,6 @@ class DemoGenerator:
         self._tokenizer: Any = generator.tokenizer
         self.to_text = Detokenizer(self._tokenizer)
         self.is_chat = getattr(self._tokenizer, "chat_template", None) is not None
-
-    def start(self) -> None:
-        """Start the generator's engine; raises the errors of ``SLOSpecGenerator.start``."""
-        self.generator.start()
 
     def submit(self, prompt: str, **options: Any) -> RequestHandle:
         """Queue a request; ``options`` are those of ``SLOSpecGenerator.submit``."""
@@ -89,13 +86,17 @@ class DemoGenerator:
             return self.generator.submit(inputs, **options)
 
     def set_policy(self, name: str) -> None:
-        """Change the policy from the next step on."""
-        if name not in POLICIES:
-            raise InvalidInputError(
-                f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}"
-            )
-        self.generator.set_policy(POLICIES[name])
+        """Change the policy, which the page shows, from the next step on."""
+        self.use(name)
         self.policy = name
+
+    def use(self, policy: str) -> None:
+        """Decode with a policy from the next step on; the page goes on to show the chosen one."""
+        if policy not in POLICIES:
+            raise InvalidInputError(
+                f"there is no policy {policy!r}; choose one of {', '.join(POLICIES)}"
+            )
+        self.generator.set_policy(FIXED if policy == "fixed" else policy)
 
     def stop(self) -> None:
         self.generator.stop(drain=False)

@@ -10,6 +10,7 @@ from typing import Any
 import gradio as gr
 
 from hf_slospec.demo import cards
+from hf_slospec.demo.generator import POLICIES
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, UserRequest
 from hf_slospec.demo.race import Race
 from hf_slospec.demo.sessions import DemoSessions
@@ -23,12 +24,6 @@ USERS = """<div class="intro"><h2>Many users of one model, each with an SLO</h2>
 <p class="more">An <b>SLO</b> is at most so many milliseconds per output token (the line in the bar). A drafter proposes
 tokens, the model checks those of all users in one step, and the policy decides whose are checked.
 <span class="d">Underlined</span> tokens are accepted drafts.</p></div>"""
-POLICIES = {
-    "auto": "drafts where it pays, users that miss their SLO first",
-    "adaserve": "the whole token budget in every step",
-    "fixed": "four draft tokens for every user",
-    "none": "no drafts",
-}
 SWITCH = "; ".join(f"{name}: {words}" for name, words in POLICIES.items())
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import math
 import os
 import statistics
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_slospec.cli.activity import activity
 from hf_slospec.config import Compile
 from hf_slospec.demo import SIZE
 from hf_slospec.demo.generator import DemoGenerator
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 NUM_PLAIN_TOKENS = 32
 NUM_DRAFTED_TOKENS = 96
 NUM_REPEATS = 2
-REPORT_S = 5.0  # seconds between two reports of something that takes long
 NO_TELEMETRY = {
     "GRADIO_ANALYTICS_ENABLED": "False",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -78,7 +76,7 @@ def serve(options: Options, report: Callable[[str], None] = print) -> None:
     """Serve the page of the demo until interrupted.
 
     Args:
-        report: called with messages about the progress.
+        report: called with the models and the page's address.
     """
     with only_errors_logged():
         sessions, page = prepare(options, report)
@@ -103,12 +101,13 @@ def prepare(
     os.environ.update(NO_TELEMETRY)  # before gradio is imported
     from hf_slospec.demo.layout import EMBEDDED, INTRO, Page
 
-    with reporting(report, "loading models, and compiling their forwards unless that was done"):
+    with activity("loading models, and compiling their forwards unless that was done"):
         generator = demo_generator(options)
     model = f"{options.models.name}: {size_and_place(generator.generator.model)}"
+    report(f"{model}; drafts: {generator.drafter}")
     try:
-        with reporting(report, f"{model}; drafts: {generator.drafter}; measuring speeds"):
-            generator.start()
+        with activity("measuring speeds"):
+            generator.generator.start()
             requests = measured_requests(generator)
         sessions = DemoSessions(generator, clock)
         for persona, user_request in zip(PERSONAS, requests, strict=True):
@@ -120,24 +119,6 @@ def prepare(
     intro = INTRO.format(model=escape(model), drafter=escape(generator.drafter), note=note)
     max_slo_ms = 2 * max(request.tpot_slo_ms or 5.0 for request in requests)
     return sessions, Page(sessions, requests[0], min(max_slo_ms, MAX_TPOT_SLO_MS), intro).build()
-
-
-@contextlib.contextmanager
-def reporting(report: Callable[[str], None], words: str) -> Iterator[None]:
-    """Report what this context does, and every few seconds that it still does it."""
-    is_over = threading.Event()
-
-    def repeat() -> None:
-        begun_s = clock()
-        while not is_over.wait(REPORT_S):
-            report(f"... for {clock() - begun_s:.0f} s")
-
-    report(words)
-    threading.Thread(target=repeat, daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
 
 
 def demo_generator(options: Options) -> DemoGenerator:
@@ -169,14 +150,13 @@ def tpots_s(
     """Measure seconds per token of requests that are decoded together with a policy. Each is the
     smallest of several, which other processes disturbed least.
     """
-    chosen = generator.policy
-    generator.set_policy(policy)
+    generator.use(policy)
     tokens = {"min_new_tokens": 2, "max_new_tokens": num_tokens}
     repeats = []
     for _ in range(NUM_REPEATS):
         handles = [generator.submit(request.prompt, **tokens) for request in requests]
         repeats.append([handle.result().metrics.tpot_s or math.inf for handle in handles])
-    generator.set_policy(chosen)
+    generator.use(generator.policy)
     return [min(of_one) for of_one in zip(*repeats, strict=True)]
 
 

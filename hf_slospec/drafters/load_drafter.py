@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -46,8 +45,6 @@ from hf_slospec.model.loading import (
     loading_hint,
 )
 from hf_slospec.model.properties import input_device
-
-logger = logging.getLogger(__name__)
 
 CAUSAL_LMS = {
     name
@@ -186,7 +183,6 @@ def load_drafter(
     ]
     method = methods[0] if len(methods) == 1 else HybridMethod(methods)
     method.check(target)
-    logger.info("drafter: %s", method.kind)
     return method
 
 

@@ -34,7 +34,7 @@ HALVES = ("self_attention_cache", "cross_attention_cache")
 # Values of cache_implementation: "quantized" rounds K/V, "paged" is for another decoding loop.
 UNSUPPORTED_CACHES = ("quantized", "paged")
 REFUSED = {  # argument of generate -> what to do instead
-    "custom_generate": "call generate without slo_tpot",
+    "custom_generate": "use stock generate (fallback=True)",
     "token_healing": "heal the prompt first",
     "synced_gpus": "processes may take different numbers of speculated steps",
     "compile_config": "SLOSpecConfig(compile=...) is for the forwards of speculation",
@@ -213,7 +213,7 @@ def check_cache(name: str, cache: Any, is_prepared: bool = False) -> None:
         raise error(
             f"{name}, a {type(cache).__name__}, has members that are not transformers' own ({', '.join(foreign)}), and "
             "speculation keeps K and V in a cache of its own, so they would not run; use a DynamicCache, pass "
-            "fallback=True, or call generate without slo_tpot"
+            "fallback=True for stock generate"
         )
     for layer in layers:
         if not isinstance(layer, CACHE_LAYERS) or isinstance(layer, BaseQuantizedLayer):

@@ -40,8 +40,9 @@ POSITIONAL = (
 )
 # Arguments of generate that only an enabled model has.
 OURS = ("slo_tpot", "fallback", "drafter")
-# Attributes that enable() and disable() set on a model.
-ATTRIBUTES = ("generate", "generate_batch", "_validate_model_kwargs")
+# Attributes that enable() sets on a model.
+ATTRIBUTES = ("generate", "generate_batch")
+VALIDATE = "_validate_model_kwargs"  # method of a model that disable() replaces
 
 
 def enable(
@@ -223,9 +224,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if decoder_of(model) is not None:
         _restore_generate(model)
         owner: Any = check_causal_lm("model", model)
-        owner.__dict__.setdefault(
-            _validate_model_kwargs.__name__, types.MethodType(_validate_model_kwargs, owner)
-        )
+        owner.__dict__.setdefault(VALIDATE, types.MethodType(_validate_model_kwargs, owner))
     return model
 
 
@@ -244,18 +243,18 @@ def enabled(
         SLOSpecError: as raised by :func:`enable`.
     """
     owners = (check_causal_lm("model", model), model)
-    earlier = [{name: owner.__dict__.get(name) for name in ATTRIBUTES} for owner in owners]
-    was_enabled = decoder_of(model) is not None
+    earlier = [
+        {name: owner.__dict__[name] for name in ATTRIBUTES if name in owner.__dict__}
+        for owner in owners
+    ]
+    undo = disable if decoder_of(model) is None else _restore_generate
     enable(model, assistant_model, **options)
     try:
         yield model
     finally:
-        disable(model)
-        for owner, attributes in zip(owners, earlier, strict=True) if was_enabled else ():
-            for name, value in attributes.items():
-                owner.__dict__.pop(name, None)
-                if value is not None:
-                    owner.__dict__[name] = value
+        undo(model)
+        for owner, attributes in zip(owners, earlier, strict=True):
+            owner.__dict__.update(attributes)
 
 
 def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
@@ -272,9 +271,9 @@ def _validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
 def _restore_generate(model: PreTrainedModel) -> None:
     """Remove what :func:`enable` and :func:`disable` have set on a model."""
     owner = check_causal_lm("model", model)
-    checks = owner.__dict__.get(_validate_model_kwargs.__name__)
+    checks = owner.__dict__.get(VALIDATE)
     if getattr(checks, "__func__", None) is _validate_model_kwargs:
-        del owner.__dict__[_validate_model_kwargs.__name__]
+        del owner.__dict__[VALIDATE]
     if decoder_of(model) is not None:
         replaced = owner.__dict__.pop("generate").replaced
         owner.__dict__.pop("generate_batch", None)

@@ -104,8 +104,8 @@ class WholePrompts:
         what = "exact" if self._is_exact else seen
         if prompt.embeds is not None:
             raise UnsupportedOptionError(
-                f"inputs_embeds cannot be combined with slo_tpot and {what}; pass input_ids, or call generate without "
-                "slo_tpot"
+                f"inputs_embeds cannot be combined with slo_tpot and {what}; pass input_ids, or use stock generate "
+                "(fallback=True)"
             )
         if prompt.num_cached:
             raise UnsupportedOptionError(
@@ -115,8 +115,8 @@ class WholePrompts:
         # Without placeholder tokens, the model inserts image embeddings before the text.
         if names and not _placeholders(self._model.config):
             raise UnsupportedOptionError(
-                f"{what} of {kind}, which has no placeholder tokens for them, cannot be combined with slo_tpot; call "
-                "generate without slo_tpot"
+                f"{what} of {kind}, which has no placeholder tokens for them, cannot be combined with slo_tpot; use "
+                "stock generate (fallback=True)"
             )
         if names:
             self._check_ends()

@@ -23,7 +23,8 @@ from hf_slospec.generate.processors import (
     draft_processors,
     ignore_sequence,
     is_users,
-    processors_of_row,
+    processors_of_rows,
+    reads_of_length,
 )
 from hf_slospec.generate.prompt import CallInputs, check_ids, prompt_reader
 from hf_slospec.generate.rows import Rows, StopStrings, pad_token
@@ -93,11 +94,11 @@ class Call:
         # noise in the same order as stock. The rows of a batch cannot in any case.
         may_draw = has_callbacks and seed is None and num_rows == 1 and self.stock.config.do_sample
         return StockSampler(
-            [processors_of_row(self.stock.processors, row, num_rows) for row in range(num_rows)],
+            processors_of_rows(self.stock.processors, num_rows),
             self.stock.config.do_sample,
             self.rows.input_ids.tolist(),
             self.rows.input_ids.device,
-            ignore_sequence(self.stock.processors) and not may_draw,
+            None if may_draw else reads_of_length(self.stock.processors),
             self.rows.record,
             seed,
             sharing,
@@ -290,7 +291,7 @@ def validated_inputs(
         raise UnsupportedModelError(
             f"{type(model).__name__} decodes with lists of processors or criteria that are not transformers' own "
             f"({', '.join(foreign)}), which speculation does not call; return a LogitsProcessorList and a "
-            "StoppingCriteriaList, or call generate without slo_tpot"
+            "StoppingCriteriaList, or use stock generate (fallback=True)"
         )
     names: list[str] = []
     inputs, encoder = checked.packed.family.prepared(model, stock.inputs, inputs)
@@ -303,20 +304,20 @@ def validated_inputs(
             if is_led or bool(types.any()) or not checked.ignores_zero_types:
                 raise UnsupportedOptionError(
                     f"token_type_ids cannot be combined with slo_tpot where they change what {type(model).__name__} "
-                    "computes; only zeros that mean the same as none are taken, so call generate without slo_tpot"
+                    "computes; only zeros that mean the same as none are taken, so use stock generate (fallback=True)"
                 )
             inputs = {k: v for k, v in inputs.items() if k != "token_type_ids"}
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedOptionError(
             f"slo_tpot works with greedy decoding and sampling, not with {mode.value.replace('_', ' ')}; "
-            "set num_beams=1 (and no other search option), or call generate without slo_tpot"
+            "set num_beams=1 (and no other search option), or use stock generate (fallback=True)"
         )
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name, False):
             raise UnsupportedOptionError(
                 f"{name}=True is not available with slo_tpot: stock returns them per forward of one token; "
-                "call generate without slo_tpot"
+                "use stock generate (fallback=True)"
             )
     is_given = {k for k, v in inputs.items() if v is not None and not (type(v) is dict and not v)}
     if extra := sorted(is_given - {*PREPARED, *names, "mm_token_type_ids"}):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -134,25 +134,73 @@ IGNORE_SEQUENCE = {  # processors that read scores only, not input_ids
     TopPLogitsWarper,
     TypicalLogitsWarper,
 }
-READ_ON_DEVICE = {  # processors that read input_ids, or its length, without waiting for the device
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
+# Processors that read the length of input_ids only, and the part of it that their scores depend on:
+# rows with equal values may be processed in one call.
+BY_LENGTH: dict[type, Callable[[Any, int], Hashable]] = {
+    ExponentialDecayLengthPenalty: lambda own, length: max(length - own.regulation_start, 0),
+    ForcedBOSTokenLogitsProcessor: lambda own, length: length == 1,
+    ForcedEOSTokenLogitsProcessor: lambda own, length: length == own.max_length - 1,
+    MinLengthLogitsProcessor: lambda own, length: length < own.min_length,
+    MinNewTokensLengthLogitsProcessor: (
+        lambda own, length: length - own.prompt_length_to_skip < own.min_new_tokens
+    ),
+    SuppressTokensAtBeginLogitsProcessor: lambda own, length: length == own.begin_index,
+}
+# Processors that set the logits of constant tokens to -inf, always or if the value above is true.
+# Each call compares the whole vocabulary with these tokens.
+MASKING = {
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+}
+
+
+class ConstantMask(LogitsProcessor):
+    """Processor of :data:`MASKING` that finds its tokens once instead of in each call."""
+
+    def __init__(self, processor: Any):
+        self._processor = processor
+        self.ignores_sequence = type(processor) in IGNORE_SEQUENCE
+        self._applies: Callable[[Any, int], Hashable] = BY_LENGTH.get(
+            type(processor), lambda own, length: True
+        )
+        self._mask = torch.empty(0, dtype=torch.bool, device="cpu")  # [vocab]
+
+    def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, [num_rows, vocab], as the processor would; always a copy."""
+        if input_ids is not None and not self._applies(self._processor, input_ids.shape[-1]):
+            return scores.clone()
+        if (self._mask.shape, self._mask.device) != (scores.shape[-1:], scores.device):
+            self._mask = self._processor(input_ids, torch.zeros_like(scores[:1]))[0] < 0
+        return torch.where(self._mask, -torch.inf, scores)
+
+
+READ_ON_DEVICE = {  # processors that read input_ids, or its length, without waiting for the device
+    *BY_LENGTH,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
 }
 
 
 def ignore_sequence(processors: list[Any]) -> bool:
-    """Return whether no processor reads ``input_ids``, so that nodes of several rows may be
-    processed in one call.
-    """
+    """Return whether no processor reads ``input_ids``."""
     # Exact types, as a subclass may read input_ids.
-    return all(type(processor) in IGNORE_SEQUENCE for processor in processors)
+    return all(
+        type(each) in IGNORE_SEQUENCE or (type(each) is ConstantMask and each.ignores_sequence)
+        for each in processors
+    )
+
+
+def reads_of_length(processors: Sequence[Any]) -> Callable[[int], Hashable] | None:
+    """Return a function of the length of a row that tells which nodes of several rows may be
+    processed in one call: those with equal values. None: no two, as a processor reads tokens.
+    """
+    if not ignore_sequence([p for p in processors if type(p) not in BY_LENGTH]):
+        return None
+    readers = [(BY_LENGTH[type(p)], p) for p in processors if type(p) in BY_LENGTH]
+    return lambda length: tuple([read(processor, length) for read, processor in readers])
 
 
 def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
@@ -168,7 +216,7 @@ def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
     return [
         _for_beam(p)
         for p in processors
-        if type(p) in IGNORE_SEQUENCE | READ_ON_DEVICE | {JSONConstraint}
+        if type(p) in IGNORE_SEQUENCE | READ_ON_DEVICE | {JSONConstraint, ConstantMask}
     ]
 
 
@@ -189,18 +237,21 @@ def _for_beam(processor: Any) -> Any:
     return processor
 
 
-def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[Any]:
-    """Return the call's processors for a single row, i.e. for ``[1, length]`` inputs; each must be
+def processors_of_rows(processors: Sequence[Any], num_rows: int) -> list[list[Any]]:
+    """Return the call's processors for each row, i.e. for ``[1, length]`` inputs; each must be
     called once per token and in order.
 
-    Processors of transformers are used as they are if they have no state, else restricted to the
+    Processors of transformers are shared by all rows if they have no state, else restricted to the
     row. A user's processors are copied per row, as they may have state; a processor that reads its
     rows' indices in the batch cannot work.
     """
-    return [_for_row(processor, row, num_rows) for processor in processors]
+    shared = [ConstantMask(each) if type(each) in MASKING else each for each in processors]
+    return [[_for_row(each, row, num_rows) for each in shared] for row in range(num_rows)]
 
 
 def _for_row(processor: Any, row: int, num_rows: int) -> Any:
+    if type(processor) is ConstantMask:
+        return processor
     copied: Any = copy.copy(processor)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
         ignored := copied.prompt_ignore_length, torch.Tensor

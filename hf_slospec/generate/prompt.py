@@ -202,7 +202,7 @@ class CallInputs:
                 raise UnsupportedInputError(
                     f"row {row} may get {max_len} tokens long, and beyond {target.num_selected} this model's "
                     "layers select keys, of which equal scores leave the choice open; lower max_new_tokens to at most "
-                    f"{max(target.num_selected - length, 0)}, or call generate without slo_tpot"
+                    f"{max(target.num_selected - length, 0)}, or use stock generate (fallback=True)"
                 )
             if not bool(mask.all()) and checked.counts_padding:
                 raise UnsupportedInputError(
@@ -212,7 +212,7 @@ class CallInputs:
             if bool((mask[:-1] & ~mask[1:]).any()) and (counts_all or checked.counts_gaps):
                 raise UnsupportedOptionError(
                     f"attention_mask masks tokens inside row {row}, which a sliding window, a chunk, a recurrent "
-                    "state or a bias by place would count; pad on the left only, or call generate without slo_tpot"
+                    "state or a bias by place would count; pad on the left only, or use stock generate (fallback=True)"
                 )
         self._check_rope(checked, int(masks.sum(1).max()), padded_len, max_new_tokens)
         ids = self.tokens.clamp(max=0) if has_placeholders else self.tokens
@@ -239,7 +239,7 @@ class CallInputs:
         for kind, trained in varying_ropes(model.config.get_text_config()):
             num_left = max(trained - padded_len, 0)
             remedy = (
-                f"lower max_new_tokens to at most {num_left}, or call generate without slo_tpot"
+                f"lower max_new_tokens to at most {num_left}, or use stock generate (fallback=True)"
             )
             if end > trained and not checked.packed.rope.modules:
                 raise UnsupportedOptionError(

@@ -108,7 +108,7 @@ class Rows:
         if not lengths:  # stock generate adds a MaxLengthCriteria, which a model may remove
             raise UnsupportedOptionError(
                 "the model's stopping criteria limit no length, which slo_tpot needs; keep its MaxLengthCriteria, or "
-                "call generate without slo_tpot"
+                "use stock generate (fallback=True)"
             )
         self.max_new_tokens = int(min(lengths)) - input_ids.shape[1]
         further = [c for c in criteria if not _is_plain(c, EosTokenCriteria, MaxLengthCriteria)]

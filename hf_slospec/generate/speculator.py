@@ -335,7 +335,9 @@ class Speculator:
 
     @property
     def forwards(self) -> dict[str, str]:
-        """State of the forwards of "target" and "draft": "compiled", or "eager" with the reason."""
+        """State of the forwards of "target" and "draft": "compiled", "cuda_graphs", or "eager" with
+        the reason.
+        """
         target, *drafts = self.models
         layers = self.method.feature_layers if self.max_nodes else ()
         found = {"target": target.status(layers)}

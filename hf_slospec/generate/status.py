@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,39 +10,41 @@ import torch
 from hf_slospec.errors import SLOSpecError
 from hf_slospec.generate.call import Decoder, Done
 from hf_slospec.generate.enable import decoder_of
-from hf_slospec.model.machine import size_and_place
+from hf_slospec.model.loading import check_causal_lm
+from hf_slospec.model.machine import size_and_place, weight_formats
 from hf_slospec.model.memory import MemoryUse
-from hf_slospec.request.tables import html_table, shown, text_table
-
-DISABLED = "no; call hf_slospec.enable(model)"
+from hf_slospec.request.tables import PrintsAsTable, shown
 
 
 @dataclass(frozen=True, repr=False)
-class SpeculationStatus:
+class SpeculationStatus(PrintsAsTable):
     """State of speculation of a model; prints as a table."""
 
+    _has_header = False
+
     model: str  # class, size, dtype and device
+    weights: str  # number of matrices in each dtype or quantised format
     enabled: str  # which calls are speculated, or why none is
-    drafter: str | None  # kind of drafting method; None: not enabled, as for the fields below
-    policy: str | None
-    # How the forwards of "target" and "draft" are computed: compiled, or eager with the reason.
-    forwards: dict[str, str] | None
-    attention: str | None  # attention backend of eager forwards
-    exactness: str | None  # how outputs compare with those of stock generate
-    memory: MemoryUse | None  # bytes in addition to the weights
-    done: Done | None  # counts of all calls and submitted requests so far
+    drafter: str | None = None  # kind of drafting method; None: not enabled, as for those below
+    policy: str | None = None
+    # How the forwards of "target" and "draft" are computed: compiled, cuda_graphs, or
+    # eager with the reason.
+    forwards: dict[str, str] | None = None
+    attention: str | None = None  # attention backend of eager forwards
+    exactness: str | None = None  # how outputs compare with those of stock generate
+    memory: MemoryUse | None = None  # bytes in addition to the weights
+    done: Done | None = None  # counts of all calls and submitted requests so far
 
     def _table(self) -> list[tuple[str, str]]:
-        cells = {field.name: getattr(self, field.name) for field in fields(self)}
+        cells = dict(vars(self))
         if self.forwards is not None:
             cells["forwards"] = "; ".join(f"{name}: {how}" for name, how in self.forwards.items())
         if self.memory is not None:
-            sizes = {
-                name: size / 2**20
+            cells["memory"] = ", ".join(
+                f"{name} {size / 2**20:.1f} MiB"
                 for name, size in self.memory
                 if name != "rounded_weights" and size
-            }
-            cells["memory"] = ", ".join(f"{name} {size:.1f} MiB" for name, size in sizes.items())
+            )
         if (done := self.done) is not None:
             cells["done"] = (
                 f"{done.rows} rows, {done.tokens} tokens in {done.steps} steps "
@@ -50,12 +52,6 @@ class SpeculationStatus:
                 "drafted tokens accepted"
             )
         return [(name, str(cell) or "none") for name, cell in cells.items() if cell is not None]
-
-    def __repr__(self) -> str:
-        return text_table(self._table(), to_right=False)
-
-    def _repr_html_(self) -> str:
-        return html_table(self._table(), has_header=False)
 
 
 def status(model: Any) -> SpeculationStatus:
@@ -70,30 +66,27 @@ def status(model: Any) -> SpeculationStatus:
     decoder = getattr(model, "decoder", None)
     if not isinstance(decoder, Decoder):
         decoder = decoder_of(model)
-        if decoder is None:
-            return SpeculationStatus(_described(model), DISABLED, *[None] * 7)
+        if decoder is not None and decoder.model is not check_causal_lm("model", model):
+            decoder = None  # the model is a deep copy of the enabled one
+    described = model if decoder is None else decoder.model
+    facts = f"{type(described).__name__}, {size_and_place(described)}", weight_formats(described)
+    if decoder is None:
+        return SpeculationStatus(*facts, "no; call hf_slospec.enable(model)")
     try:
         speculator = decoder.speculator
     except SLOSpecError as error:  # enabled with fallback=True, and refused
-        return SpeculationStatus(
-            _described(decoder.model), f"stock generate runs: {error}", *[None] * 7
-        )
-    config = decoder.config
+        return SpeculationStatus(*facts, f"stock generate runs: {error}")
     return SpeculationStatus(
-        model=_described(decoder.model),
-        enabled=decoder.scope,
+        *facts,
+        decoder.scope,
         drafter=speculator.method.kind,
         policy=_policy_of(decoder),
         forwards=speculator.forwards,
         attention=speculator.target.packed.backend.__name__,
-        exactness=_exactness(config.exact, decoder.model.dtype),
+        exactness=_exactness(decoder.config.exact, decoder.model.dtype),
         memory=speculator.memory(0),
         done=decoder.done,
     )
-
-
-def _described(model: Any) -> str:
-    return f"{type(model).__name__}, {size_and_place(model)}"
 
 
 def _policy_of(decoder: Decoder) -> str:

@@ -24,6 +24,7 @@ from hf_slospec.model.machine import (
 from hf_slospec.model.measure import Forwards, drop_profile, load_profile, measure, save_profile
 from hf_slospec.model.ownership import check_activations, check_own_code
 from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.preparation import prepare
 from hf_slospec.model.properties import (
     autocast_dtype,
     check_embeds_tokens,
@@ -62,6 +63,7 @@ class CheckedModel:
 
         Raises:
             UnsupportedModelError: the model cannot verify a token tree.
+            UnsupportedOptionError: the model's weights cannot be had as ``config.weights`` asks.
             IncompatibleDraftError: the draft is split over other processes than the target.
         """
         check_embeds_tokens(model)
@@ -80,6 +82,8 @@ class CheckedModel:
         self._is_cost_compiled = False  # known_cost was measured with compiled forwards
         if self._is_target:  # a draft's tokens are only proposals, whatever code makes them
             check_own_code(model)
+        is_of_target = config.weights.endswith(".gguf") and not self._is_target
+        prepare(model, config.model_copy(update={"weights": "auto"}) if is_of_target else config)
         self._make(None)
 
     @property

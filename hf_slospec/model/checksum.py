@@ -8,10 +8,16 @@ which takes as long as one decode step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
+from hf_slospec.model.whose_code import library_of
+
+# Classes of weights that have an address; quantised weights are of other classes.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 Digest = tuple[int, ...]  # checksum: two integers per device
 # Address and count of writes of each tensor that holds a weight's values; count None: not counted.
 State = tuple[tuple[int, int | None], ...]
@@ -62,12 +68,44 @@ def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     if weight.is_nested and type(weight) is torch.Tensor:
         for part in weight.unbind():
             yield from _stored(part)
-    elif hasattr(weight, "__tensor_flatten__"):
-        for name in weight.__tensor_flatten__()[0]:
-            if isinstance(part := getattr(weight, name), torch.Tensor):  # not a device mesh
-                yield from _stored(part)
     else:
-        yield weight
+        yield from component_reader(weight)(weight)
+
+
+def component_reader(weight: torch.Tensor) -> Callable[[Any], tuple[torch.Tensor, ...]]:
+    """Return a function that reads from a weight like this one the tensors that hold its values.
+
+    These are the weight itself if it has storage, and the tensors in its attributes if its class is
+    not torch's: those that a subclass names for torch (torchao), or all, and those in attributes of
+    objects of the same library (the ``quant_state`` of bitsandbytes). The function raises
+    AttributeError for a weight without these attributes.
+    """
+    names = () if type(weight) in PLAIN else _component_names(weight, {id(weight)})
+    readers = [operator.attrgetter(name) for name in names]
+    has_storage = not hasattr(weight, "__tensor_flatten__")
+    return lambda weight: (*((weight,) if has_storage else ()), *(read(weight) for read in readers))
+
+
+def _component_names(holder: Any, seen: set[int]) -> Iterator[str]:
+    """Yield the dotted names of the attributes that hold a weight's components.
+
+    Args:
+        holder: a tensor subclass, or an object in one of its attributes.
+        seen: ids of objects that are not read again; objects that are read are added.
+    """
+    flattens = hasattr(holder, "__tensor_flatten__")
+    names = holder.__tensor_flatten__()[0] if flattens else list(getattr(holder, "__dict__", {}))
+    for name in names:
+        value = getattr(holder, name)
+        is_tensor = isinstance(value, torch.Tensor)
+        is_state = library_of(type(value)) == library_of(type(holder)) and not flattens
+        if id(value) in seen or isinstance(value, torch.nn.Module) or not (is_tensor or is_state):
+            continue
+        seen.add(id(value))
+        if is_tensor and not hasattr(value, "__tensor_flatten__"):
+            yield name
+        if type(value) not in PLAIN:
+            yield from (f"{name}.{inner}" for inner in _component_names(value, seen))
 
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -117,13 +117,6 @@ class LinearOverride(Protocol):
 
     Implementations are packed copies of weights, fused layers, and products with exact bits. A
     plugin registers a factory by :func:`register_override`; implementations inherit the defaults.
-
-    Quantised weights can be implemented, too: ``make`` takes a layer whose weight is dense (and
-    rounds it to groups of int4 or int8), or stored in blocks (GGUF's Q4_0 and Q8_0, torchao's
-    tensor classes), packs it for its kernel, and returns a callable that holds the blocks.
-    ``num_bytes`` sums their sizes, ``num_rounded`` counts the weights that are held only
-    approximately, and ``renew`` quantises again once ``version.weights`` has advanced. The layer's
-    own parameter may be empty then, as the override need not call the original forward.
     """
 
     @property

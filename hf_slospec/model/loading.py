@@ -124,6 +124,7 @@ def loading_hint(error: Exception, allows_pickle: bool = True) -> str:
     return message
 
 
+GGUF_FILE = "_hf_slospec_gguf_file"  # attribute of a model: path of the file it was loaded from
 MAX_NAMES = 4  # maximum number of tensor names in an error message
 _patching = Lock()
 
@@ -159,6 +160,8 @@ def load_model(
             f"{source} holds NaN or infinite weights, in {listed(names)}; load another copy"
         )
     loaded: PreTrainedModel = model.requires_grad_(False)
+    if "gguf_file" in options:  # of which transformers may keep no trace
+        setattr(loaded, GGUF_FILE, os.path.join(source, options["gguf_file"]))
     return loaded
 
 
@@ -251,7 +254,7 @@ def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
         ):
             raise UnsupportedModelError(
                 f"{name} has a PEFT adapter that puts virtual tokens before the prompt, which cannot be "
-                "speculated; use an adapter of its layers, such as LoRA, or call generate without slo_tpot"
+                "speculated; use an adapter of its layers, such as LoRA, or use stock generate (fallback=True)"
             )
         model = model.get_base_model()
     if hasattr(model, "_orig_mod"):

@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,23 @@ def size_and_place(model: Any) -> str:
     is_one = hasattr(model.get_input_embeddings(), "weight")
     device = input_device(model) if is_one else model.device
     return f"{size}, {dtype}, on {device_name(device)}"
+
+
+def weight_formats(model: Any) -> str:
+    """Return how many matrices of weights a model has in each dtype or quantised format, as
+    text.
+    """
+    weights = {weight: weight for weight in model.parameters() if weight.ndim > 1}
+    formats = Counter(map(_format_of, weights))
+    # Libraries that keep integers in buffers: GPTQ, AWQ.
+    formats += Counter(
+        type(each).__name__ for each in model.modules() if "qweight" in each._buffers
+    )
+    return ", ".join(f"{number} of {name}" for name, number in formats.items())
+
+
+def _format_of(weight: Any) -> str:
+    if type(weight) in (torch.Tensor, torch.nn.Parameter):
+        return str(weight.dtype).removeprefix("torch.")
+    name: str = getattr(weight, "format", type(weight).__name__)
+    return name

@@ -22,6 +22,7 @@ from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import config_values
 from hf_slospec.model.transfer import apart_from_captures, synchronize
 from hf_slospec.model.tree_mask import chain
+from hf_slospec.model.trial import random_tokens
 
 KEYS = 128  # cached tokens per measured sequence, unless the size says otherwise
 
@@ -69,6 +70,7 @@ MAX_PER_REQUEST = 0.1
 # during measuring may inflate the costs per request and per cached token.
 LEAST = 0.1
 REPEATS = 4  # rounds of measuring
+MAX_DIFFERENT = 512  # different tokens in a measured forward
 
 
 @dataclass
@@ -183,6 +185,7 @@ class Forwards:
         self.packed = packed
         self.clock = packed.ranks.clock
         self._cache = packed.kv_cache
+        self._token_ids = random_tokens(packed, 0, MAX_DIFFERENT)
         self._encoded: Encoded | None = None
         if packed.family.attends_to_encoder:
             config = packed.model.config.get_text_config()
@@ -212,11 +215,21 @@ class Forwards:
                     return seconds
                 return self._forward(sequences, lengths)
 
+    def token_ids(self, number: int) -> list[int]:
+        """Return the tokens of a measured forward: different ones, as a mixture of experts routes
+        equal tokens to the same experts and would take less time than a step.
+        """
+        return list(itertools.islice(itertools.cycle(self._token_ids), number))
+
     def _forward(self, sequences: list[CachedSequence], lengths: list[int]) -> float:
         with apart_from_captures(self.packed.device):
             begun_s = self.clock()
             pairs = zip(sequences, lengths, strict=True)
-            parts = [chain(self.packed, sequence, [0] * length) for sequence, length in pairs]
+            tokens = iter(self.token_ids(sum(lengths)))
+            parts = [
+                chain(self.packed, sequence, list(itertools.islice(tokens, length)))
+                for sequence, length in pairs
+            ]
             self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths), device="cpu"))
             synchronize(self.packed.device)
             return self.clock() - begun_s
@@ -224,7 +237,7 @@ class Forwards:
 
 MAX_S = 1e4  # maximum seconds of a forward in a valid profile
 MAX_TOKENS = 2**20  # maximum number of tokens of a forward in a valid profile
-VERSION = 6  # file version of profiles; increase it if the file format or the measured sizes change
+VERSION = 7  # file version of profiles; increase it if the file format or the measured sizes change
 
 
 class Profile(BaseModel):

@@ -123,7 +123,7 @@ def check_mask_function(mask_function: Any) -> None:
             if not is_of_transformers(part):
                 raise UnsupportedModelError(
                     f"the model builds masks with {_title('a function', part)} that is not transformers' own, and may "
-                    "count padding or cached tokens; leave it out, or call generate without slo_tpot"
+                    "count padding or cached tokens; leave it out, or use stock generate (fallback=True)"
                 )
 
 
@@ -281,7 +281,7 @@ def check_activations(model: nn.Module) -> None:
             raise cannot_be_packed(
                 model,
                 f"{name} quantises activations ({kind}), so that logits depend on which tokens a forward has; "
-                "quantise weights only, pass fallback=True, or call generate without slo_tpot",
+                "quantise weights only, or use stock generate (fallback=True)",
             )
 
 

@@ -170,11 +170,12 @@ class PackedModel:
 
     def status(self, feature_layers: tuple[int, ...] = ()) -> str:
         """Return which path computes forwards that return the hidden states after
-        ``feature_layers``: "compiled", or "eager" and the reason.
+        ``feature_layers``: "compiled", "cuda_graphs", or "eager" and the reason.
         """
-        if (path := self.path("compiled")) is not None:
-            return str(path.status(feature_layers))
-        return f"eager: {self._resolution.why_not.get('compiled', 'nothing compiles forwards')}"
+        if len(self.paths) > 1:
+            return self.paths[0].status(feature_layers)
+        wanted = "cuda_graphs" if self.device.type == "cuda" else "compiled"
+        return f"eager: {self._resolution.why_not.get(wanted, 'nothing compiles forwards')}"
 
     @property
     def prefills_alone(self) -> bool:

@@ -260,7 +260,7 @@ def refuse_by_declaration(model: Any) -> None:
     if any(map(_is_activated_lora, model.modules())):
         raise UnsupportedModelError(
             f"{name} has an active aLoRA adapter, which changes layers from its invocation tokens on only; use plain "
-            "LoRA, disable the adapter, or call generate without slo_tpot"
+            "LoRA, disable the adapter, or use stock generate (fallback=True)"
         )
     # is_decoder=False turns some kinds of models into encoders; others ignore it.
     is_whole = getattr(model.config, "is_encoder_decoder", False)

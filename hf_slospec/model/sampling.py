@@ -7,9 +7,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -66,7 +67,7 @@ class StockSampler:
         do_sample: bool,
         prompts: Sequence[Sequence[int]],
         device: torch.device,
-        ignore_sequence: bool,
+        reads_of_length: Callable[[int], Hashable] | None,
         record: Record,
         seed: int | None = None,
         sharing: int = 1,
@@ -80,8 +81,9 @@ class StockSampler:
             do_sample: sample; otherwise greedy.
             prompts: token ids of each row as processors get them, left padding included.
             device: device of scores and noise.
-            ignore_sequence: all rows have the same processors, no processor reads ``input_ids``,
-                and no other code draws from the generator between two choices.
+            reads_of_length: what the processors read of a row's length: nodes with equal values are
+                processed in one call. None: a processor reads tokens, rows have different ones, or
+                other code draws from the generator between two choices.
             record: takes the logits and scores of committed tokens.
             seed: draw the noise as after ``torch.manual_seed(seed)``; None: draw it from the
                 global generator.
@@ -94,7 +96,7 @@ class StockSampler:
         self.do_sample = do_sample
         self.prompts = prompts
         self.device = device
-        self.ignore_sequence = ignore_sequence
+        self.reads_of_length = reads_of_length
         self.record = record
         self.seed = seed
         self.sharing = sharing
@@ -111,7 +113,7 @@ class StockSampler:
             self._noise.forget_before(min(request.num_emitted for request in requests))
         # On devices other than CPUs, the bits of sums may depend on the number of rows.
         is_together = logits.numel() <= MAX_BATCHED_LOGITS if logits.is_cpu else not self.is_exact
-        if self.ignore_sequence and (is_together or not (self.processors[0] or self.do_sample)):
+        if self.reads_of_length and (is_together or not (self.processors[0] or self.do_sample)):
             return self._choose_together(requests, logits, trees)
         per_request = logits.split([tree.num_nodes for tree in trees])
         pairs = zip(requests, per_request, strict=True)
@@ -127,17 +129,13 @@ class StockSampler:
         and position.
         """
         raw = logits.to(device=self.device, dtype=torch.float32)
-        scores = processed(self.processors[0], None, self.record.unshared(raw))
-        if self.do_sample:
-            positions_and_rows = [
-                (request.num_emitted + int(depth), request.params.row)
-                for request, tree in zip(requests, trees, strict=True)
-                for depth in tree.depths
-            ]
-            choices = self._drawn(scores, positions_and_rows)
-        else:
-            choices = scores.argmax(-1)
-
+        positions_and_rows = [
+            (request.num_emitted + depth, request.params.row)
+            for request, tree in zip(requests, trees, strict=True)
+            for depth in tree.depths.tolist()
+        ]
+        scores = self._processed_together(self.record.unshared(raw), positions_and_rows)
+        choices = self._drawn(scores, positions_and_rows) if self.do_sample else scores.argmax(-1)
         num_nodes = [tree.num_nodes for tree in trees]
 
         def choosers(read: list[int]) -> list[Chooser]:
@@ -149,6 +147,33 @@ class StockSampler:
             return [functools.partial(self._recorded_choice, *part) for part in parts]
 
         return choices, choosers
+
+    def _processed_together(
+        self, raw: torch.Tensor, positions_and_rows: Sequence[tuple[int, int]]
+    ) -> torch.Tensor:
+        """Apply the processors to nodes, in one call for all whose lengths make no difference to them.
+        -> [num_nodes, vocab] f32
+
+        Args:
+            raw: [num_nodes, vocab] f32.
+            positions_and_rows: number of new tokens before each node's choice, and its row.
+        """
+        assert self.reads_of_length is not None
+        groups: dict[Hashable, list[int]] = {}
+        lengths = [len(self.prompts[row]) + position for position, row in positions_and_rows]
+        for node, length in enumerate(lengths):
+            groups.setdefault(self.reads_of_length(length), []).append(node)
+        scores = list[torch.Tensor]()
+        for nodes in groups.values():
+            # No processor reads the tokens.
+            input_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+            input_ids = input_ids.expand(len(nodes), lengths[nodes[0]])
+            rows = raw if len(groups) == 1 else raw[nodes]
+            scores.append(processed(self.processors[0], input_ids, rows))
+        if len(groups) == 1:
+            return scores[0]
+        order = list(itertools.chain.from_iterable(groups.values()))
+        return torch.cat(scores)[np.argsort(order)]
 
     def _recorded_choice(
         self,

@@ -245,7 +245,7 @@ class PackedTarget(Target):
             raise UnsupportedModelError(
                 f"{type(packed.model).__name__} cannot be used with slo_tpot and this prompt: behind it, logits of a "
                 f"packed forward differ from the model's own by {error:.1%}, so its layers do something with the "
-                "inputs beside the text that a packed forward does not do; call generate without slo_tpot"
+                "inputs beside the text that a packed forward does not do; use stock generate (fallback=True)"
             )
 
         return refuse

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_slospec.model.batch import CachedSequence
+from hf_slospec.model.checksum import PLAIN
 from hf_slospec.model.loading import listed, not_finite
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
@@ -27,7 +28,6 @@ from hf_slospec.model.properties import (
     trained_len,
 )
 from hf_slospec.model.tree_mask import chain, chain_and_tree
-from hf_slospec.model.version import PLAIN
 from hf_slospec.tree.tree import TokenTree
 
 # Accepted error, as a multiple of the error between plain forwards with different batch sizes. It
@@ -137,7 +137,7 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     [num_path_nodes] f64
     """
     lengths = [min(length, _max_len(packed)) for length in PROMPTS]
-    tokens = iter(_random_tokens(packed, draw, sum(lengths) + sum(map(len, PARENTS))))
+    tokens = iter(random_tokens(packed, draw, sum(lengths) + sum(map(len, PARENTS))))
     prompts = [[next(tokens) for _ in range(length)] for length in lengths]
     trees = [
         tree_of(prompt[-1], parents, tokens)
@@ -200,10 +200,10 @@ def _noise(packed: PackedModel) -> float:
 
 
 def _random_prompt(packed: PackedModel) -> list[int]:
-    return _random_tokens(packed, 0, PROMPTS[0])
+    return random_tokens(packed, 0, PROMPTS[0])
 
 
-def _random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
+def random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
     """Return random tokens whose embeddings are finite, as logits of other tokens cannot be
     compared.
     """

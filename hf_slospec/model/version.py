@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_slospec.forks import Lock, reset_in_children
-from hf_slospec.model.checksum import Digest, State, digest, state_of
+from hf_slospec.model.checksum import PLAIN, Digest, State, component_reader, digest, state_of
 from hf_slospec.model.linear_overrides import (
     all_modules,
     container_kind,
@@ -81,8 +81,6 @@ NOT_SETTINGS = IGNORED | {
     "_modules",
     *(name for name in vars(torch.nn.Module()) if "hooks" in name),
 }
-# Classes of weights that have an address; quantised weights are of other classes.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Libraries that build models; modules of other libraries are adapters, or written by users.
 BUILDERS = ("torch", "transformers")
 # Types of most attribute values; such values contain no other objects.
@@ -189,8 +187,10 @@ class ModelVersion:
             previous = self._places
             if (places := self._read_places()) != previous:
                 self._places = places
-                self.weights += previous[:2] != places[:2]
                 self.storage += previous[1:] != places[1:]
+                if previous[:2] != places[:2]:
+                    self.weights += 1
+                    self._find_places()  # a weight may have other components now
 
     def count(
         self, modules: bool = True, structure: bool = False, storage: bool | None = None
@@ -242,17 +242,23 @@ class ModelVersion:
         return [*submodules, *itertools.filterfalse(is_unchanging, list(hooks))]
 
     def _find_places(self) -> None:
-        """Find the dict and the name of each dense weight, whose addresses CUDA graphs and copies
-        depend on.
+        """Find the dict and the name of each dense weight, and of each weight with components,
+        whose addresses CUDA graphs and copies depend on.
         """
         self._named: list[tuple[list[dict[str, Any]], list[str]]] = []
+        # Dict, name and reader of the components of each weight of another class than torch's.
+        self._quantised: list[tuple[dict[str, Any], str, Callable[[Any], Any]]] = []
         self._has_copies = False
         for kind in ("_parameters", "_buffers"):
             holders: list[dict[str, Any]] = []
             names: list[str] = []
             for holder in filter(None, (vars(part)[kind] for part in self.all_parts)):
                 for name, weight in list(holder.items()):
-                    if _is_dense(weight) and not (weight.is_inference() or weight.is_meta):
+                    if weight is None or weight.is_inference() or weight.is_meta:
+                        continue
+                    if type(weight) not in PLAIN:
+                        self._quantised.append((holder, name, component_reader(weight)))
+                    elif _is_dense(weight):
                         holders.append(holder)
                         names.append(name)
                         self._has_copies |= weight.is_cpu
@@ -264,8 +270,11 @@ class ModelVersion:
         try:  # map() and operators in C, as this runs in every step
             weights: list[list[Any]] = [list(map(dict.get, *named)) for named in self._named]
             counts = tuple(map(_count_of_writes, weights[0])) if self._has_copies else ()
+            for holder, name, components in self._quantised:
+                weights[0] += components(holder[name])
             return counts, *(tuple(map(torch.Tensor.data_ptr, each)) for each in weights)
-        except (TypeError, AttributeError, RuntimeError):  # a weight was removed or became sparse
+        # A weight was removed, became sparse, or has other components.
+        except (KeyError, TypeError, AttributeError, RuntimeError):
             self._find_places()
             return self._places
 
@@ -301,15 +310,23 @@ class ModelVersion:
         return previous != (self._states, self._digest, self._num_told)
 
 
-def can_be_traced(model: torch.nn.Module) -> bool:
-    """Return whether a model's forward can be captured or compiled: it has no hooks, and dense
-    weights of torch's own classes on one device.
+def can_be_captured(model: torch.nn.Module) -> bool:
+    """Return whether a model's forward may be captured in CUDA graphs: it has no hooks, and all
+    tensors that hold its weights' values are dense and on one device.
     """
     parts = all_modules(model)
-    weights = _weights_of(parts)
+    components = [component_reader(weight)(weight) for weight in _weights_of(parts)]
+    is_dense = all(each.layout is torch.strided for tensors in components for each in tensors)
+    devices = {each.device for tensors in components for each in tensors}
     has_hooks = any(changing_hooks(part) or hasattr(part, "_hf_hook") for part in parts)
-    is_on_one_device = len({weight.device for weight in weights}) == 1
-    return all(map(_is_dense, weights)) and is_on_one_device and not has_hooks
+    return is_dense and len(devices) == 1 and all(components) and not has_hooks
+
+
+def can_be_traced(model: torch.nn.Module) -> bool:
+    """Return whether a model's forward can be compiled: it can be captured, and its weights are of
+    torch's own classes or :class:`QuantisedWeight`.
+    """
+    return can_be_captured(model) and all(map(_is_dense, _weights_of(all_modules(model))))
 
 
 def _weights_of(parts: Iterable[Any]) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_slospec.engine.events import Commit, PhaseTimes
-from hf_slospec.request.tables import html_table, shown, text_table, yes_or_no
+from hf_slospec.request.tables import PrintsAsTable, shown
 from hf_slospec.tree.tree import FloatArray
 
 METRICS_PREFIX = "hf_slospec:"  # prefix of the names of Prometheus metrics
@@ -133,7 +133,7 @@ def planned_share(
 
 
 @dataclass(frozen=True, repr=False)
-class RequestMetrics:
+class RequestMetrics(PrintsAsTable):
     """SLOs and measurements of a request; prints as a table of the main ones."""
 
     tpot_slo_s: float | None  # seconds per output token in the last stage; None: no SLO
@@ -189,11 +189,17 @@ class RequestMetrics:
         """Committed tokens per decode step; None if no step followed the prefill."""
         return (self.tokens - 1) / self.steps if self.steps else None
 
-    def __repr__(self) -> str:
-        return repr(MetricsOfRows([self]))
+    def _table(self) -> list[tuple[str, ...]]:
+        return MetricsOfRows([self])._table()
 
-    def _repr_html_(self) -> str:
-        return MetricsOfRows([self])._repr_html_()
+    def __repr__(self) -> str:
+        """Return the table's cells in one line, for lists of metrics."""
+        _, *columns = zip(*self._table(), strict=True)
+        cells = (f"{name} {cell}" for name, cell in columns if cell != "-")
+        return f"<RequestMetrics: {', '.join(cells)}>"
+
+    def __str__(self) -> str:
+        return super().__repr__()
 
 
 COLUMNS = (
@@ -202,7 +208,7 @@ COLUMNS = (
 )
 
 
-class MetricsOfRows(list[RequestMetrics]):
+class MetricsOfRows(PrintsAsTable, list[RequestMetrics]):
     """The metrics of the rows of one call; a list that prints as a table."""
 
     def _table(self) -> list[tuple[str, ...]]:
@@ -213,7 +219,7 @@ class MetricsOfRows(list[RequestMetrics]):
                 shown(metrics.tpot_slo_s, 1, 1e3),
                 shown(metrics.tpot_s, 1, 1e3),
                 shown(metrics.ttft_s, 1, 1e3),
-                yes_or_no(metrics.attained),
+                {None: "-", True: "yes", False: "no"}[metrics.attained],
                 str(metrics.steps),
                 shown(metrics.acceptance_length, 2),
                 str(metrics.drafted),
@@ -222,9 +228,3 @@ class MetricsOfRows(list[RequestMetrics]):
             for row, metrics in enumerate(self)
         ]
         return [COLUMNS, *cells]
-
-    def __repr__(self) -> str:
-        return text_table(self._table())
-
-    def _repr_html_(self) -> str:
-        return html_table(self._table())

@@ -74,14 +74,16 @@ Stages = tuple[Stage, ...]  # all stages of one row
 EndsWith = Callable[[str], IsOver]
 
 
-def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list[Stages]:
-    """Return the stages that ``slo_tpot`` describes; log a warning if milliseconds were probably
-    meant.
+def parse_slo(
+    slo_tpot: Any, ends_with: EndsWith | None = None, warns: bool = True
+) -> Stages | list[Stages]:
+    """Return the stages that ``slo_tpot`` describes.
 
     Args:
         slo_tpot: the argument of ``generate`` or ``submit``.
         ends_with: makes the test for the end of a stage from its ``until`` text; raises ValueError
             for texts that no output can contain. None: there is no tokenizer.
+        warns: log a warning if milliseconds were probably meant.
 
     Returns:
         The stages of all rows, or a list with the stages of each row or prompt.
@@ -100,7 +102,7 @@ def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list
     is_per_row = isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot)
     rows = [_parsed(row_slo, ends_with) for row_slo in (slo_tpot if is_per_row else [slo_tpot])]
     slos_s = [float(stage.tpot_slo_s or 0.0) for stages in rows for stage in stages]
-    if (longest_s := max(slos_s, default=0.0)) > LONG_SLO_S:
+    if warns and (longest_s := max(slos_s, default=0.0)) > LONG_SLO_S:
         logger.warning(
             "slo_tpot=%g means %g seconds per output token; for %g milliseconds, pass %g",
             *(longest_s, longest_s, longest_s, longest_s / 1e3),

@@ -5,39 +5,34 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-Rows = Sequence[Sequence[str]]
 
+class PrintsAsTable:
+    """Base of results that print as a table."""
 
-def text_table(rows: Rows, to_right: bool = True) -> str:
-    """Return rows as lines of text, with columns aligned to the right or to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = str.rjust if to_right else str.ljust
-    return "\n".join("  ".join(map(aligned, row, widths)).rstrip() for row in rows)
+    # The first row holds the names of the columns; else the first column those of the rows.
+    _has_header = True
 
+    def _table(self) -> Sequence[Sequence[str]]:
+        """Return the rows, all of the same length."""
+        raise NotImplementedError
 
-def html_table(rows: Rows, has_header: bool = True) -> str:
-    """Return rows as an HTML table.
+    def __repr__(self) -> str:
+        rows = self._table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = str.rjust if self._has_header else str.ljust
+        return "\n".join("  ".join(map(aligned, row, widths)).rstrip() for row in rows)
 
-    Args:
-        rows: texts, which are escaped.
-        has_header: the first row holds the names of the columns, else the first column holds the
-            names of the rows.
-    """
-    lines = []
-    for number, row in enumerate(rows):
-        tags = [
-            "th" if (number == 0 if has_header else column == 0) else "td"
-            for column in range(len(row))
-        ]
-        cells = zip(tags, row, strict=True)
-        lines.append("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for tag, cell in cells))
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    def _repr_html_(self) -> str:
+        lines = []
+        for number, row in enumerate(self._table()):
+            line = ""
+            for column, cell in enumerate(row):
+                tag = "td" if (number if self._has_header else column) else "th"
+                line += f"<{tag}>{html.escape(cell)}</{tag}>"
+            lines.append(f"<tr>{line}</tr>")
+        return f"<table>{''.join(lines)}</table>"
 
 
 def shown(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
     """Return a number times ``scale`` with this many decimals; None is shown as a dash."""
     return "-" if value is None else f"{value * scale:.{digits}f}"
-
-
-def yes_or_no(value: bool | None) -> str:
-    return "-" if value is None else "yes" if value else "no"

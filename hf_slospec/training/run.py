@@ -263,7 +263,7 @@ class Trainer:
         training: Sequence[TrainingText],
         held_out: Sequence[TrainingText],
         show: Show,
-        show_progress: Show = lambda text: None,
+        show_progress: Show,
     ):
         self.options = options
         self.target = target

@@ -20,6 +20,7 @@ from benchmarks.gpu import (
     earlier_results,
     exit_code,
     floor,
+    quantised,
     tables,
 )
 from benchmarks.gpu import __main__ as command_line
@@ -30,7 +31,7 @@ from benchmarks.gpu.continuous import ContinuousBatching
 from benchmarks.gpu.resuming import is_done
 from benchmarks.gpu.speed import MIN_WARM_UP, Repeats, measure
 from benchmarks.gpu.variants import VARIANTS
-from hf_slospec import InvalidInputError, load_tiny_pair, tiny_prompts
+from hf_slospec import InvalidInputError, UnsupportedOptionError, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
 
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
@@ -277,3 +278,52 @@ def test_a_missing_gpu_is_named(built_for, word, monkeypatch):
     result = RUN.invoke(app, [])
     assert result.exit_code == 2
     assert "no CUDA device" in result.output and word in result.output
+
+
+@pytest.mark.nightly
+def test_quantised_sizes_are_measured(tmp_path):
+    pytest.importorskip("torchao.quantization")
+    path = tmp_path / "quantised.json"
+    options = [
+        *(
+            "--device",
+            "cpu",
+            "--shapes",
+            "tiny-int4,tiny-fp8",
+            "--batches",
+            "1",
+            "--json",
+            str(path),
+        ),
+        *("--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"),
+        *("--methods", f"{PLAIN};{OURS};{OURS}, no drafts"),
+    ]
+    result = RUN.invoke(app, options)
+    assert result.exit_code == 0, result.output
+    fp8, int4 = json.loads(path.read_text())["results"]["speed"]
+    assert {row["status"] for row in fp8["contestants"]} == {"measured"}
+    assert {row["status"] for row in int4["contestants"]} == {"refused"}
+    assert "torchao has no int4 weights here" in int4["contestants"][0]["reason"]
+    row = json.loads(path.read_text())["results"]["floor"][0]
+    assert row["size"] == "tiny-fp8" and row["forward_ms"] > 0
+
+
+def test_quantised_sizes(tmp_path, monkeypatch):
+    pytest.importorskip("torchao.quantization")
+    tiny, _, _ = quantised.load("tiny", "cpu")
+    fp8, _, _ = quantised.load("tiny-fp8", "cpu")
+    assert type(fp8.model.layers[0].mlp.up_proj.weight).__name__ == "Float8Tensor"
+    assert 0.45 < floor.weight_bytes(fp8) / floor.weight_bytes(tiny) < 0.7
+    with pytest.raises(UnsupportedOptionError, match="torchao has no int4 weights here"):
+        quantised.load("tiny-int4", "cpu")
+
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    path = tmp_path / "quantised.json"
+    options = ["--device", "cpu", "--shapes", "tiny-fp8", "--batches", "1", "--json", str(path)]
+    result = RUN.invoke(app, [*options, "--methods", f"{PLAIN};{OURS}"])
+    assert result.exit_code == 0, result.output
+    rows = contestants(json.loads(path.read_text())["results"])
+    assert {row["status"] for row in rows} == {"refused"}
+    assert all("pip install torchao" in row["reason"] for row in rows)
+    refused = RUN.invoke(app, [*options, "--shapes", "tiny-nf4"])
+    assert refused.exit_code == 2 and "8B-fp8" in refused.output

@@ -29,7 +29,8 @@ def written_by_stock(text):
 
 def test_lines_of_a_pipe_are_answered_as_by_stock_generate():
     first = written_by_stock(FIRST)
-    commands = ["/slo 10", "/policy none", "", "/nothing", "/slo x", "/policy nothing", "/help"]
+    commands = ["/policy", "/slo 10", "/slo", "/policy none", "", "/nothing", "/slo x"]
+    commands += ["/policy nothing", "/help"]
     lines = [FIRST, *commands, SECOND, "/clear", FIRST, "/quit", "never"]
     result = RUN.invoke(app, ["chat", *OPTIONS], input="\n".join(lines))
     assert result.exit_code == 0, result.output
@@ -39,7 +40,8 @@ def test_lines_of_a_pipe_are_answered_as_by_stock_generate():
     assert said.count("no chat template") == 1
     assert said.count("12 tokens, ") == 3 and said.count("SLO of 10000 ms met") == 2
     assert "tokens per step" in said and said.count("nothing drafted") == 2
-    assert "policy: none" in said and "SLO: 10000 ms" in said
+    assert "policy: auto\n" in said and "policy: none\n" in said
+    assert said.count("SLO: 10000 ms\n") == 2
     assert "/nothing is no command" in said and "got x" in said
     assert "there is no policy 'nothing'" in said
     assert "the conversation is empty" in said
@@ -92,24 +94,24 @@ def test_an_interrupt_stops_the_answer_and_keeps_its_text(conversation, monkeypa
     chat._answer(conversation, FIRST, chat.Console(stderr=True))
     said = capsys.readouterr()
     assert "stopped" in said.err
+    assert said.out.endswith("\n")  # before "stopped"
     assert conversation.messages[-1] == {"role": "assistant", "content": said.out.rstrip("\n")}
 
 
-def test_figures_are_below_the_text_in_a_terminal(conversation, monkeypatch, capsys):
+def test_figures_are_below_the_text_in_a_terminal(monkeypatch, capsys):
     terminal = chat.Console(force_terminal=True, highlight=False, _environ={})
     monkeypatch.setattr(chat, "Console", lambda **_: terminal)
-    handle = conversation.ask(FIRST)
-    with chat._view(handle) as show:
+    with chat._view(lambda: "12 tokens, at" + " 9.9 ms per token" * 9) as show:
         show("one\ntw")
         show("o\nthree")
-    handle.result()
     out = capsys.readouterr().out
-    assert "tokens" in out
+    assert "12 tokens, at" in out and "…" in out  # in one line
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", out).splitlines()
     assert [line for line in lines if line in ("one", "two", "three")] == ["one", "two", "three"]
 
 
 def test_a_pace_that_is_no_number_is_refused(conversation):
-    for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(InvalidInputError, match="positive"):
-            conversation.set_slo(seconds)
+    for seconds in ("0", "-1", "nan", "inf"):
+        with pytest.raises(InvalidInputError, match=f"such as 0.05, or none; got {seconds}"):
+            conversation.command(f"/slo {seconds}")
+    assert conversation.slo_tpot is None

@@ -52,9 +52,12 @@ def test_bench_writes_table_and_json(tmp_path):
 
 def test_bench_waits_for_the_compiler(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        benchmark, "SLOSpecGenerator", lambda *given, **_: seen.append(given[3].compile)
-    )
+
+    class Generator:
+        def __init__(self, *given, **_):
+            seen.append(given[3].compile)
+
+    monkeypatch.setattr(benchmark, "SLOSpecGenerator", Generator)
     bench = benchmark.Bench(*load_tiny_pair(), tiny_prompts(), 8, 4)
     for config in (None, SLOSpecConfig(compile=False)):
         bench.ours(config)
@@ -95,7 +98,6 @@ def test_profile_measures_fits_and_draws_what_drafts(tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "measuring target and draft for at most about 2 s (--seconds)" in result.stderr
-    assert "measuring the draft (" in result.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
     written = json.loads(path.read_text())
     assert written["provenance"]["drafter"] == "prompt lookup + MTP layer"

@@ -216,7 +216,7 @@ def command_lines(draw):
     return line + draw(st.lists(words, max_size=1)) if command in ("generate", "check") else line
 
 
-@fuzzed(25)
+@fuzzed(14)
 @given(line=command_lines())
 def test_every_command_works_or_says_what_is_wrong(folder, line):
     _write_files(folder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import torch
 from hf_slospec import SLOSpecConfig, load_tiny_pair
 from hf_slospec.cli.benchmark import OURS, PLAIN, WITHOUT_DRAFTS, Bench, Sample
 from hf_slospec.cli.gain import gain_of, measure_gain
+from hf_slospec.cpu import compile_job
 from hf_slospec.cpu.compile_job import LOCK, no_compiler
 from hf_slospec.model.machine import kept_file
 
@@ -93,3 +96,13 @@ def test_measurements_wait_for_a_compiler_and_keep_others_from_starting():
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     leave.set()
     thread.join()
+
+
+def test_measurements_do_without_the_lock_on_windows(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    spec = importlib.util.spec_from_file_location("compile_job_of_windows", compile_job.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    with module.no_compiler():
+        assert module.fcntl is None

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.quantised import GGUF_TYPES, Codes, QuantisedMatrix, codes_of_gguf, quantise
+from hf_slospec.cpu.formats import GGUF_TYPES, codes_of_gguf, codes_of_torchao
+from hf_slospec.cpu.quantised import FLOAT8, Codes, QuantisedMatrix, quantise
 from hf_slospec.errors import UnsupportedModelError
 
 OUTPUTS, INPUTS = 88, 512  # five and a half blocks
@@ -74,7 +75,9 @@ def test_quantising_is_as_close_as_gguf(bits, error):
     ours = QuantisedMatrix(quantise(weight, bits)).dequantised()
     kind = gguf.GGMLQuantizationType.Q8_0 if bits == 8 else gguf.GGMLQuantizationType.Q4_0
     theirs = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
-    ours_error, theirs_error = (float((each - weight).norm() / weight.norm()) for each in (ours, theirs))
+    ours_error, theirs_error = (
+        float((each - weight).norm() / weight.norm()) for each in (ours, theirs)
+    )
     assert ours_error < error
     assert ours_error == pytest.approx(theirs_error, rel=0.01)
     zeros = QuantisedMatrix(quantise(torch.zeros(16, 32), bits))
@@ -97,3 +100,42 @@ def test_what_cannot_be_packed():
         quantise(torch.zeros(16, 40), 8)
     with pytest.raises(OverflowError, match="no groups of 32"):
         QuantisedMatrix(Codes(8, torch.zeros(16, 40, dtype=torch.int8), torch.zeros(16, 1)))
+
+
+TORCHAO = {
+    "int8": lambda q: q.Int8WeightOnlyConfig(),
+    "int8-tensor": lambda q: q.Int8WeightOnlyConfig(granularity=q.PerTensor()),
+    "int8-group": lambda q: q.Int8WeightOnlyConfig(granularity=q.PerGroup(64)),
+    "int4": lambda q: q.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=q.PerGroup(32)),
+    "int4-asymmetric": lambda q: q.IntxWeightOnlyConfig(
+        weight_dtype=torch.int4, granularity=q.PerGroup(128), mapping_type=q.MappingType.ASYMMETRIC
+    ),
+    "float8": lambda q: q.Float8WeightOnlyConfig(),
+}
+
+
+@pytest.mark.parametrize("name", TORCHAO)
+def test_weights_of_torchao_are_read_without_rounding(name):
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(INPUTS, OUTPUTS)).requires_grad_(False)
+    with torch.no_grad():
+        layer[0].weight[0, :9] *= 1e-3  # subnormal numbers of float8
+    quantization.quantize_(layer, TORCHAO[name](quantization))
+    weight = layer[0].weight
+    matrix = QuantisedMatrix(codes_of_torchao(weight))
+    assert matrix.bits == {"int8": 8, "int4": 4, "float8": FLOAT8}[name.partition("-")[0]]
+    expected = weight.dequantize()
+    torch.testing.assert_close(matrix.dequantised(), expected, rtol=1e-6, atol=1e-7)
+    for num_rows in (1, 3, 17):
+        x = torch.randn(num_rows, INPUTS)
+        assert error_of(matrix, expected, x, layer[0].bias) < 3e-6
+        assert error_of(matrix, expected, x.bfloat16(), layer[0].bias) < 4e-3
+
+
+def test_weights_that_quantise_activations_are_left():
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = torch.nn.Sequential(torch.nn.Linear(INPUTS, OUTPUTS))
+    quantization.quantize_(layer, quantization.Int8DynamicActivationInt8WeightConfig())
+    assert codes_of_torchao(layer[0].weight) is None
+    assert codes_of_torchao(torch.nn.Parameter(torch.zeros(16, 32))) is None

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
 from hf_slospec.demo import cards, race, serve
-from hf_slospec.demo.generator import POLICIES, DemoGenerator, HighlightedText, TextPiece
+from hf_slospec.demo.generator import FIXED, DemoGenerator, HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
-from hf_slospec.demo.race import Lane, LaneStep, Race
+from hf_slospec.demo.race import Lane, Race
 from hf_slospec.demo.serve import password_check
 from hf_slospec.demo.sessions import (
     CONFIG,
@@ -65,7 +65,7 @@ def sessions(generator):
         made.leave(visitor)
     for place in range(len(made._simulated)):
         made.stop(place)
-    generator.set_policy(POLICIES["auto"])
+    generator.set_policy("auto")
 
 
 def until(sessions, is_reached, visitor="a"):
@@ -271,7 +271,7 @@ class TestDemoSessions:
         assert texts[0] == texts[1]
 
     def test_policies_fit_into_the_generator(self):
-        assert max(map(max_nodes_per_request, POLICIES.values())) <= max_nodes_per_request(CONFIG)
+        assert max_nodes_per_request(FIXED) <= max_nodes_per_request(CONFIG)
 
     def test_a_prompt_that_is_too_long_shows_as_its_users_error(self, sessions):
         request = UserRequest(prompt="é☃" * (MAX_PROMPT_CHARS // 2), tpot_slo_ms=50)
@@ -371,7 +371,7 @@ class TestRace:
         scene = sessions.refresh("a")
         stock, plain, drafted = scene.race.lanes
         assert scene.race.is_done and sessions.refresh("b").race is None
-        assert len(stock.tokens) == 24 == scene.race.num_same
+        assert len(stock.source.token_ids) == 24 == scene.race.num_same
         assert stock.tokens_per_step == plain.tokens_per_step == 1.0
         assert drafted.tokens_per_step >= 1.0
         assert all(lane.tpot_s > 0 for lane in scene.race.lanes)
@@ -392,30 +392,28 @@ class TestRace:
     def test_the_result_divides_the_gain_into_steps_and_drafts(self):
         tokens = list(range(9))
         lanes = [
-            lane([LaneStep(0.5 + 0.1 * i, [token], 0) for i, token in enumerate(tokens)]),
-            lane([LaneStep(0.2 + 0.05 * i, [token], 0) for i, token in enumerate(tokens)]),
-            lane(
-                [
-                    LaneStep(0.2 + 0.1 * i, part, 3)
-                    for i, part in enumerate(([0], tokens[1:5], tokens[5:]))
-                ]
-            ),
+            lane(*((0.5 + 0.1 * i, [token], 0) for i, token in enumerate(tokens))),
+            lane(*((0.2 + 0.05 * i, [token], 0) for i, token in enumerate(tokens))),
+            lane((0.2, [0], 0), (0.3, tokens[1:5], 3), (0.4, tokens[5:], 3)),
         ]
         shown = Race("x", lanes, "auto", "compiled", is_done=True)
         said = cards.result(shown)
         assert "4.0 times the speed of stock generate" in said
         assert "100.0 → 25.0 ms per token" in said
         assert "2.0x</b> by faster steps (forwards compiled)" in said
-        assert "2.0x</b> by drafts (auto: 4.0 tokens per step)" in said
+        assert "2.0x</b> by drafts (auto: 4.00 tokens per step)" in said
         assert "the same 9 tokens" in said
-        lanes[2] = lane([LaneStep(0.2, [0], 0), LaneStep(0.3, [1, 7], 1)])
+        lanes[2] = lane((0.2, [0], 0), (0.3, [1, 7], 1))
         assert "The first 2 tokens are the same" in cards.result(shown)
-        lanes[2] = lane([LaneStep(0.2, [0], 0)])
+        lanes[2] = lane((0.2, [0], 0), (0.3, [1], 0), (0.4, [2], 0))
+        assert "no draft was accepted" in cards.result(shown)
+        assert "by drafts" not in cards.result(shown)
+        lanes[2] = lane((0.2, [0], 0))
         assert "a single token" in cards.result(shown)
 
     def test_a_race_is_played_back_when_it_is_done(self):
-        steps = [LaneStep(0.25, [60], 0), LaneStep(1.5, [97, 98, 62], 2)]
-        shown = Race("x", [lane(steps)] * 3)
+        steps = (0.25, [60], 0), (1.5, [97, 98, 62], 2)
+        shown = Race("x", [lane(*steps)] * 3)
         text = cards.race_html(shown, text_of)
         assert "Lane 3 of 3" in text and "replay" not in text and "times" not in text
         shown.is_done = True
@@ -425,21 +423,18 @@ class TestRace:
         assert text.count("replay") == 3 and "--end:1.500s" in text
 
 
-def lane(steps):
-    return Lane(lambda: steps)
+def lane(*steps):
+    """Return a lane with steps, each of them (time, tokens, accepted tokens)."""
+    source = race.Recorder()
+    for at_s, tokens, num_accepted in steps:
+        source.token_ids += tokens
+        source.from_draft += [index < num_accepted for index in range(len(tokens))]
+        source.commits.append(Commit(len(source.token_ids), at_s, 1, num_accepted))
+    return Lane(source, 0.0)
 
 
 def text_of(tokens):
     return bytes(tokens).decode()
-
-
-def test_what_takes_long_is_reported_again(monkeypatch):
-    monkeypatch.setattr(serve, "REPORT_S", 0.01)
-    said = []
-    with serve.reporting(said.append, "compiling"):
-        while len(said) < 3:
-            time.sleep(0.01)
-    assert said[0] == "compiling" and said[1].startswith("... for 0 s")
 
 
 def test_only_the_password_opens():

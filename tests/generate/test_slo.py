@@ -111,3 +111,10 @@ def test_stages_by_text_end_with_the_token_that_completes_it():
     first = next(end for end in range(1, len(ids) + 1) if "return" in tokenizer.decode(ids[:end]))
     assert over == [first]
     assert not answer.is_over(ids)
+
+
+def test_only_one_of_a_front_and_its_replica_warns(caplog):
+    parse_slo([50.0, None], warns=False)
+    assert not caplog.records
+    parse_slo([50.0, None])
+    assert len(caplog.records) == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_slospec
-from hf_slospec.request.tables import html_table, text_table
+from hf_slospec.request.tables import PrintsAsTable
 from tests.support.paths import ROOT
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
@@ -64,8 +64,8 @@ def test_a_model_whose_calls_run_stock_generate(fresh):
 
 def test_one_line_is_logged_by_enable(fresh, caplog):
     with caplog.at_level(logging.INFO, "hf_slospec"):
-        hf_slospec.enable(fresh, always=True)
-    (record,) = (each for each in caplog.records if each.name == "hf_slospec.generate.enable")
+        hf_slospec.enable(fresh, "lookup", always=True)
+    (record,) = caplog.records
     assert record.message.startswith("speculating all calls of generate: LlamaForCausalLM (0 M")
     assert record.message.endswith("drafts: prompt lookup")
 
@@ -84,6 +84,8 @@ def test_metrics_print_as_a_table(fresh):
     assert second.split()[:4] == ["1", "1", "-", "-"]
     assert str(out).splitlines()[1:] == str(out.slo).splitlines()
     assert str(out.slo[0]).splitlines()[1].split()[:2] == ["0", "1"]
+    assert repr(out.slo[:1]).startswith("[<RequestMetrics: tokens 1, SLO ms/token 50.0, first ")
+    assert "-" not in repr(out.slo[1])
     for shown in (out, out.slo, out.slo[1], hf_slospec.status(fresh)):
         assert shown._repr_html_().startswith("<table><tr><th>")
 
@@ -97,23 +99,43 @@ def test_handles_results_and_generators_print_in_short(fresh):
         gen.set_policy("none")
         assert hf_slospec.status(gen).policy == "auto; none for submitted requests"
     assert repr(handle) == "<RequestHandle 0: length, 12 new tokens>"
-    assert repr(result).startswith("<RequestResult: 12 tokens, finish_reason 'length'>\n")
+    assert repr(result) == "<RequestResult: 12 tokens, finish_reason 'length'>"
+    assert str(result) == f"{result!r}\n{result.metrics}"
     assert "<table>" in result._repr_html_() and "<table>" in handle._repr_html_()
     assert repr(gen).splitlines()[1].startswith("model ")
     assert hf_slospec.status(gen).done == hf_slospec.status(gen).done._replace(rows=1, tokens=11)
 
 
+def test_a_closed_generator_and_a_copy_of_an_enabled_model(fresh):
+    config = hf_slospec.SLOSpecConfig(compile=False)
+    gen = hf_slospec.SLOSpecGenerator(hf_slospec.enable(fresh, config=config), config=config)
+    gen.close()
+    assert hf_slospec.status(gen).enabled == "no; the generator was closed"
+    with pytest.raises(hf_slospec.NotRunningError, match="closed"):
+        gen.set_policy("none")
+    assert hf_slospec.status(copy.deepcopy(fresh)).enabled.startswith("no; ")
+    assert hf_slospec.status(fresh).enabled == "calls of generate with slo_tpot"
+
+
+class Cells(PrintsAsTable):
+    def _table(self):
+        return [("a", "<bb"), ("ccc", "d")]
+
+
 def test_tables():
-    assert text_table([("a", "bb"), ("ccc", "d")]) == "  a  bb\nccc   d"
-    assert text_table([("a", "bb"), ("ccc", "d")], to_right=False) == "a    bb\nccc  d"
-    assert html_table([("<", "b")]) == "<table><tr><th>&lt;</th><th>b</th></tr></table>"
-    assert html_table([("a", "b")], has_header=False).count("<th>") == 1
+    cells = Cells()
+    assert repr(cells) == "  a  <bb\nccc    d"
+    first = "<table><tr><th>a</th><th>&lt;bb</th></tr>"
+    assert cells._repr_html_() == f"{first}<tr><td>ccc</td><td>d</td></tr></table>"
+    cells._has_header = False
+    assert repr(cells) == "a    <bb\nccc  d"
+    assert cells._repr_html_().count("<th>") == 2
 
 
 WARNING = """
 import logging, sys, hf_slospec
-if sys.argv[1:]:
-    logging.basicConfig(format="own %(message)s")
+for name in sys.argv[1:]:
+    logging.getLogger(name).addHandler(logging.StreamHandler(sys.stdout))
 logging.getLogger("hf_slospec.policies.auto").warning("an SLO")
 """
 
@@ -121,7 +143,9 @@ logging.getLogger("hf_slospec.policies.auto").warning("an SLO")
 def test_warnings_name_their_logger_unless_the_application_logs():
     def printed(*arguments):
         command = [sys.executable, "-c", WARNING, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stderr
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        return result.stdout, result.stderr
 
-    assert printed().endswith("hf_slospec.policies.auto: an SLO\n")
-    assert printed("configured") == "own an SLO\n"
+    assert printed()[1].endswith("hf_slospec.policies.auto: an SLO\n")
+    assert printed("root") == ("an SLO\n", "")
+    assert printed("hf_slospec.policies") == ("an SLO\n", "")

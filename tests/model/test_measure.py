@@ -127,3 +127,23 @@ def test_forwards_of_a_real_model():
     forward_s = Forwards(PackedModel(tiny_model("llama")))
     assert forward_s(Size(7, 3, 20)) > 0.0
     assert forward_s(Size(2, 1, 30)) > 0.0
+
+
+def test_measured_tokens_are_routed_to_different_experts():
+    model = tiny_model("mixtral")
+    chosen = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+        for layer in model.model.layers
+    ]
+    try:
+        forwards = Forwards(PackedModel(model))
+        chosen.clear()  # those of the probe
+        forwards(Size(32))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    config = model.config
+    assert config.num_experts_per_tok < config.num_local_experts
+    assert len(chosen) == len(model.model.layers)
+    assert all(len(indices.unique()) == config.num_local_experts for indices in chosen)

@@ -45,9 +45,9 @@ VERBS = set(
     Clear Commit Compare Compile Compute Concatenate Connect Continue Convert Copy Count Create Cut Decode Delete Do
     Drop Empty End Enqueue Evict Exclude Fill Find Fit Forget Forward Free Give Grow Guarantee Halve Hand Handle Import
     Join Keep Lay Learn Leave Let Limit List Load Log Make Mark Measure Move Pad Pass Plot Preempt Prefill Prepare Print
-    Probe Propose Publish Queue Raise Read Recall Recognise Record Reduce Refuse Register Release Report Remove Replace
-    Reserve Reset Resize Return Rotate Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Store Stream
-    Submit Take Time Train Translate Update Use Validate View Wait Walk Wrap Write Yield
+    Probe Propose Publish Quantise Queue Raise Read Recall Recognise Record Reduce Refuse Register Release Report Remove
+    Replace Reserve Reset Resize Return Rotate Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Store
+    Stream Submit Take Time Train Translate Update Use Validate View Wait Walk Wrap Write Yield
     """.split()
 ) | {"Context"}  # "Context manager that ..."
 BANNED = (

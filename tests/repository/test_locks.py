@@ -22,7 +22,6 @@ BODIES = "pydantic's models take no other cached_property, and no child serves"
 EVENT = "an event that a thread of one command waits for"
 EXCEPTIONS = {
     "cli/activity.py": EVENT,
-    "demo/serve.py": EVENT,
     "forks.py": "makes them",
     "engine/fair_lock.py": "is reset in a child",
     "replicas/start.py": "a signal handler sets the event, and no child waits for it",

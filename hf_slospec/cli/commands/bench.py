@@ -26,7 +26,7 @@ from hf_slospec.server.model_options import ModelOptions
 @with_models(size="0.6B")
 def bench(
     fields: dict[str, Any],
-    batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
+    batch: Annotated[list[int], typer.Option(min=1, help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
     prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")
     ] = 64,

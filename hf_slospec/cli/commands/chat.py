@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,11 +13,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from hf_slospec.cli.activity import activity, can_update
-from hf_slospec.cli.commands.generate import INTERRUPTED, summary
+from hf_slospec.cli.activity import can_update
+from hf_slospec.cli.commands.generate import INTERRUPTED, sampling_of, started, summary
 from hf_slospec.cli.options import ConfigJSON, ExactName, config_of, usage_errors, with_models
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.server.model_options import ModelOptions, logged_afterwards
+from hf_slospec.request.slo import LEAST_SLO_S, parse_slo
+from hf_slospec.server.model_options import logged_afterwards
 
 if TYPE_CHECKING:
     from hf_slospec.batcher.generator import SLOSpecGenerator
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 HELP = """\
 /slo 0.05     TPOT SLO of the next answers, in seconds per token; /slo none: no SLO
 /policy none  policy of the next answers: auto, adaserve, fixed, none
+              /slo and /policy alone show what is set
 /clear        forget the conversation
 /help         this list
 /quit         leave, as Ctrl-D does; Ctrl-C stops an answer"""
@@ -35,7 +38,8 @@ UPDATES_PER_S = 8  # how often the status line is updated per second
 def chat(
     fields: dict[str, Any],
     slo_tpot: Annotated[
-        float | None, typer.Option(help="TPOT SLO in seconds per token. Default: none.")
+        float | None,
+        typer.Option(min=LEAST_SLO_S, help="TPOT SLO in seconds per token. Default: none."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
     max_new_tokens: Annotated[
@@ -56,22 +60,15 @@ def chat(
 
     With a draft model:  hf_slospec chat --target org/name --assistant org/draft
     """
-    from hf_slospec.server.loading import load_generator, size_and_place
-
     settings = config_of(config, exact=exact)
     err = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-    if temperature:
-        options |= {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+    options = {"max_new_tokens": max_new_tokens, **sampling_of(temperature)}
     try:
         with usage_errors():
-            with activity("loading, and measuring the speed of the models", err):
-                generator = load_generator(ModelOptions(**fields), settings).start()
-            with generator:
+            parse_slo(slo_tpot)
+            with started(fields, settings, err) as generator:
                 conversation = Conversation(generator, options, system)
-                conversation.set_slo(slo_tpot)
-                where = size_and_place(generator.model)
-                err.print(f"{where}; drafts: {generator.draft_method.kind}", style="dim")
+                conversation.slo_tpot = slo_tpot
                 if not conversation.has_template:
                     err.print(
                         "the tokenizer has no chat template: the model continues your text",
@@ -107,16 +104,6 @@ class Conversation:
         """Forget all messages but the system message."""
         self.messages = list(self._beginning)
         self._earlier: RequestHandle | None = None  # without a chat template: the last request
-
-    def set_slo(self, seconds: float | None) -> None:
-        """Set the TPOT SLO in seconds per token; None: no SLO.
-
-        Raises:
-            InvalidInputError: it is not a positive number.
-        """
-        if seconds is not None and not 0 < seconds < float("inf"):
-            raise InvalidInputError(f"an SLO must be a positive number of seconds, got {seconds}")
-        self.slo_tpot = seconds
 
     def ask(self, text: str) -> RequestHandle:
         """Submit a message, and return the request that answers it.
@@ -154,17 +141,23 @@ class Conversation:
         if name == "/clear":
             self.clear()
             return "the conversation is empty"
-        if name == "/policy" and argument:
-            self.generator.set_policy(argument)
-            return f"policy: {argument}"
-        if name == "/slo" and argument:
+        if name == "/policy":
+            if argument:
+                self.generator.set_policy(argument)
+            decoder = self.generator.decoder
+            return f"policy: {(decoder.batcher_config or decoder.config).policy}"
+        if name == "/slo":
             try:
-                self.set_slo(None if argument == "none" else float(argument))
+                seconds = self.slo_tpot
+                if argument:
+                    seconds = None if argument == "none" else float(argument)
+                    parse_slo(seconds)
             except ValueError as error:
                 raise InvalidInputError(
                     f"/slo takes seconds per token, such as 0.05, or none; got {argument}"
                 ) from error
-            return "SLO: " + ("none" if self.slo_tpot is None else f"{1e3 * self.slo_tpot:g} ms")
+            self.slo_tpot = seconds
+            return "SLO: " + ("none" if seconds is None else f"{1e3 * seconds:g} ms")
         raise InvalidInputError(f"{line} is no command; these are:\n{HELP}")
 
 
@@ -208,7 +201,7 @@ def _answer(conversation: Conversation, text: str, err: Console) -> None:
         handle = conversation.ask(text)
         pieces: list[str] = []
         try:
-            with _view(handle) as show:
+            with _view(partial(_figures, conversation, handle)) as show:
                 for piece in handle:
                     pieces.append(str(piece))
                     show(str(piece))
@@ -221,22 +214,8 @@ def _answer(conversation: Conversation, text: str, err: Console) -> None:
     err.print(_figures(conversation, handle), style="dim")
 
 
-def _status(handle: RequestHandle) -> str:
-    """Return the speed of an answer that is being written, short enough for one line."""
-    metrics = handle.metrics
-    parts = [f"{metrics.tokens} tokens"]
-    if metrics.tpot_s:
-        slo = "" if metrics.tpot_slo_s is None else f" (SLO {1e3 * metrics.tpot_slo_s:g})"
-        parts.append(f"{1e3 * metrics.tpot_s:.1f} ms per token{slo}")
-    if metrics.acceptance_length:
-        parts.append(f"{metrics.acceptance_length:.2f} tokens per step")
-    if metrics.drafted:
-        parts.append(f"{metrics.accepted / metrics.drafted:.0%} of drafts accepted")
-    return ", ".join(parts)
-
-
 def _figures(conversation: Conversation, handle: RequestHandle) -> str:
-    """Return the figures of an answer that has ended."""
+    """Return the figures of an answer, which may still be written."""
     metrics = handle.metrics
     forwards = conversation.generator.decoder.speculator.forwards["target"]
     parts = [summary(metrics, forwards)]
@@ -248,19 +227,22 @@ def _figures(conversation: Conversation, handle: RequestHandle) -> str:
 
 
 @contextlib.contextmanager
-def _view(handle: RequestHandle) -> Iterator[Any]:
-    """Yield a function that prints pieces of an answer; in a terminal, its speed is in a status
+def _view(figures: Callable[[], str]) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints pieces of an answer; in a terminal, its figures are in a status
     line below the text.
     """
     output = Console(highlight=False, markup=False)
     if not can_update(output):
-        yield lambda piece: print(piece, end="", flush=True)
-        print(flush=True)
+        try:
+            yield lambda piece: print(piece, end="", flush=True)
+        finally:
+            print(flush=True)
         return
     last_line = ""
 
     def region() -> Group:
-        return Group(Text(last_line), Text(_status(handle), style="reverse dim"))
+        status = Text(figures(), "reverse dim", no_wrap=True, overflow="ellipsis")
+        return Group(Text(last_line), status)
 
     with Live(
         get_renderable=region, console=output, refresh_per_second=UPDATES_PER_S, transient=True

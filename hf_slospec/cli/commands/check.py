@@ -63,6 +63,7 @@ def check(
     from hf_slospec.cli.benchmark import provenance
     from hf_slospec.cli.check_prompts import image_inputs, read_prompts
     from hf_slospec.cli.model_check import REFUSED, WRONG, ModelCheck, headline
+    from hf_slospec.model.machine import weight_formats
     from hf_slospec.server.loading import draft_method, load_models, size_and_place
 
     settings = config_of(config, exact=exact)
@@ -102,6 +103,8 @@ def check(
         facts |= {comparison.name: str(comparison) for comparison in comparisons}
         models = model.generator.decoder.speculator.models
         sizes = (f"{each.kv_bytes_per_token / 1024:.1f} KiB" for each in models)
+        facts["weights"] = weight_formats(pair.target)
+        facts["forwards"] = model.generator.stats().forwards["target"]
         facts["K/V per token"] = ", of the draft ".join(sizes)
     facts["time"] = f"{budget.elapsed_s:.0f} s, with --seconds {seconds:g}"
     _print(verdict, facts)

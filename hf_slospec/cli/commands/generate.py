@@ -20,10 +20,13 @@ from hf_slospec.cli.options import (
     usage_errors,
     with_models,
 )
+from hf_slospec.request.slo import LEAST_SLO_S
 from hf_slospec.server.model_options import ModelOptions, logged_afterwards
 
 if TYPE_CHECKING:
+    from hf_slospec.batcher.generator import SLOSpecGenerator
     from hf_slospec.batcher.handle import RequestHandle, RequestResult
+    from hf_slospec.config import SLOSpecConfig
     from hf_slospec.request.metrics import RequestMetrics
 
 # exit codes; 1 is an error, 2 a usage error
@@ -45,7 +48,8 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     slo_tpot: Annotated[
-        float | None, typer.Option(help="TPOT SLO in seconds per token. Default: none.")
+        float | None,
+        typer.Option(min=LEAST_SLO_S, help="TPOT SLO in seconds per token. Default: none."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
     temperature: Annotated[
@@ -103,7 +107,6 @@ def generate(
     """
     from hf_slospec.cli.benchmark import Bench
     from hf_slospec.cli.gain import measure_gain
-    from hf_slospec.server.loading import load_generator, size_and_place
 
     check_outputs(None, None if json_path in (None, "-") else Path(str(json_path)))
     if prompt is None and file is None and fields["target"] is None and sys.stdin.isatty():
@@ -111,9 +114,7 @@ def generate(
         print(prompt, end="", flush=True)
     text = _prompt(prompt, file)
     settings = config_of(config, exact=exact)
-    sampling: dict[str, Any] = {}
-    if temperature:
-        sampling = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling = sampling_of(temperature, top_p, top_k)
     arguments: dict[str, Any] = dict(
         slo_tpot=slo_tpot,
         max_new_tokens=max_new_tokens,
@@ -121,13 +122,10 @@ def generate(
         stop_strings=stop or None,
         **sampling,
     )
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     try:
         with usage_errors():
-            with activity("loading, and measuring the speed of the models", console):
-                generator = load_generator(ModelOptions(**fields), settings).start()
-            facts = f"{size_and_place(generator.model)}; drafts: {generator.draft_method.kind}"
-            console.print(facts, style="dim", highlight=False, soft_wrap=True)
+            generator = started(fields, settings, console)
             with generator, logged_afterwards():  # logs follow the text
                 handle = generator.submit(
                     [{"role": "user", "content": text}] if chat else text, **arguments
@@ -139,8 +137,7 @@ def generate(
                     print(flush=True)
                 result = handle.result()
         forwards = generator.decoder.speculator.forwards["target"]
-        figures = summary(result.metrics, forwards)
-        console.print(figures, style="dim", highlight=False, soft_wrap=True)
+        console.print(summary(result.metrics, forwards), style="dim")
         if compare:
             tokenizer: Any = generator.tokenizer
             if chat:
@@ -155,13 +152,31 @@ def generate(
                     generator.draft_method, add_special_tokens=not chat,
                 )  # fmt: skip
                 gain = measure_gain(bench, 1, show=show)
-            console.print(str(gain), highlight=False, soft_wrap=True)
+            console.print(str(gain))
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
     if json_path is not None:
         _write(json_path, record(text, result, handle))
     if strict and result.metrics.attained is False:
         raise typer.Exit(MISSED)
+
+
+def started(fields: dict[str, Any], config: SLOSpecConfig, err: Console) -> SLOSpecGenerator:
+    """Load the models, start a generator, and print what they are."""
+    from hf_slospec.server.loading import load_generator, size_and_place
+
+    with activity("loading, and measuring the speed of the models", err):
+        generator = load_generator(ModelOptions(**fields), config).start()
+    kind = generator.draft_method.kind
+    err.print(f"{size_and_place(generator.model)}; drafts: {kind}", style="dim")
+    return generator
+
+
+def sampling_of(temperature: float, top_p: float = 1.0, top_k: int = 0) -> dict[str, Any]:
+    """Return arguments of ``submit`` that sample with a temperature; 0: none."""
+    if not temperature:
+        return {}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -11,7 +11,6 @@ from rich.console import Console
 from hf_slospec.cli.activity import activity
 from hf_slospec.cli.options import (
     ResultPath,
-    TimeBudget,
     check_outputs,
     console,
     usage_errors,
@@ -70,12 +69,11 @@ def profile(
         f"measuring {' and '.join(models)} for at most about {total_s:.0f} s (--seconds)",
         highlight=False,
     )
-    show = TimeBudget(total_s, err).show
-    with activity("measuring", err):
-        records = {
-            name: profiling.profile(name, packed, seconds, keep, show)
-            for name, packed in models.items()
-        }
+    with activity("measuring", err) as show:
+        records = {}
+        for name, packed in models.items():
+            show(f"measuring the {name}")
+            records[name] = profiling.profile(packed, seconds, keep)
     output = console()
     for name, record in records.items():
         output.print(profiling.table(name, record))

@@ -59,7 +59,7 @@ def serve(
     exact: ExactName = None,
     config: ConfigJSON = "{}",
 ) -> None:
-    """Serve a model with OpenAI's interface, with speed targets per request. Stop with Ctrl-C.
+    """Serve a model with OpenAI's interface, with SLOs per request. Stop with Ctrl-C.
 
     Requests in progress are finished first; a second signal ends them.
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_slospec.cuda import few_rows
-from hf_slospec.model import version
+from hf_slospec.model import checksum, version
 from tests.support.stand_ins import cuda_tensors
 from tests.support.stand_ins.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
 from tests.support.stand_ins.graphs import Tape
@@ -230,7 +230,7 @@ def stand_in_cuda():
         stack.enter_context(
             mock.patch.object(few_rows, "is_faster", return_value=False)
         )  # without timing
-        for module in (version, few_rows):
+        for module in (checksum, version, few_rows):
             stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnDevice)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)

@@ -1,0 +1,173 @@
+"""Models whose quantised weights are packed in place, and models that are quantised on request."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.cpu import operators
+from hf_slospec.cpu.formats import codes_of_torchao, gguf_file, gguf_weights
+from hf_slospec.cpu.quantised import GROUP, NAMES, Codes, QuantisedMatrix, quantise
+from hf_slospec.cpu.quantised_weight import QuantisedWeight
+from hf_slospec.errors import InvalidFileError, UnsupportedOptionError
+from hf_slospec.model.host_memory import return_freed_memory
+
+logger = logging.getLogger(__name__)
+
+BITS = {"int8": 8, "int4": 4}  # by SLOSpecConfig(weights=...)
+ROWS = 4096  # number of rows that are compared at a time
+# By the id of a weight: the weight, and what packs it; None: it has been changed, and stays.
+Sources = dict[int, tuple[Any, Callable[[], QuantisedMatrix | None]]]
+
+
+def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
+    """Replace weights of linear layers and embeddings in place by weights that stay packed.
+
+    Weights of GGUF files and of torchao's classes keep their values. With ``config.weights`` of
+    "int8" or "int4", the weights of linear layers are quantised, and embeddings that share them.
+
+    Raises:
+        InvalidFileError: ``config.weights`` is a file that is missing, or has no weight of the
+            model.
+        UnsupportedOptionError: ``config.weights`` is not "auto", and cannot be had for this model,
+            with these settings, or on this system.
+    """
+    asked = config.weights
+    if asked == "keep":
+        return
+    if asked in BITS:
+        sources = _quantising(model, BITS[asked])
+    else:
+        sources = _stored(model, gguf_file(model) if asked == "auto" else asked)
+    if not sources:
+        return
+    if (why_not := _why_not(config)) is not None:
+        if asked != "auto":
+            raise UnsupportedOptionError(f"weights={asked!r} is not possible: {why_not}")
+        return
+    _replace(model, sources)
+    if asked.endswith(".gguf") and not any(map(_is_packed, model.parameters())):
+        raise InvalidFileError(
+            f"weights={asked!r}: none of the model's weights are those of the file, from which the "
+            "model must have been loaded, by from_pretrained(folder, gguf_file=...)"
+        )
+
+
+def _why_not(config: SLOSpecConfig) -> str | None:
+    """Return why there are no kernels of quantised weights; None once they are loaded."""
+    if config.exact is not None:
+        return f"their products have other bits than exact={config.exact!r} needs"
+    if (why_not := operators.why_unsupported()) is not None:
+        return why_not
+    try:
+        if not operators.library_path().exists():
+            logger.info("building the kernels of quantised weights, about 40 s, once")
+        operators.build()
+        operators.load()
+    except (OSError, RuntimeError) as error:
+        logger.warning("there are no kernels of quantised weights: %s", error)
+        return str(error)
+    return None
+
+
+def _is_packed(weight: torch.Tensor) -> bool:
+    return isinstance(weight, QuantisedWeight)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the names, layers and weights of linear layers and embeddings on a CPU."""
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight")
+        is_packable = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
+        if is_packable and weight is not None and weight.device.type == "cpu":
+            yield f"{name}.weight", layer, weight
+
+
+def _stored(model: nn.Module, file: str | None) -> Sources:
+    """Return the weights of torchao's classes, and those of a GGUF file.
+
+    Raises:
+        InvalidFileError: there is no such file.
+    """
+    if file is not None and not Path(file).is_file():
+        raise InvalidFileError(f"weights={file!r}: there is no such file")
+    of_file = {} if file is None else gguf_weights(model, file)
+    found: Sources = {}
+    for name, _, weight in _weights(model):
+        if _is_packed(weight) or id(weight) in found:
+            continue
+        if type(weight) is nn.Parameter:
+            if name in of_file:
+                found[id(weight)] = weight, functools.partial(_unchanged, weight, of_file[name])
+        elif codes_of_torchao(weight) is not None:
+            found[id(weight)] = weight, functools.partial(_packed, codes_of_torchao, weight)
+    return found
+
+
+def _packed(read: Callable[..., Any], *arguments: Any) -> QuantisedMatrix:
+    return QuantisedMatrix(read(*arguments))
+
+
+def _unchanged(weight: torch.Tensor, read: Callable[[], Codes]) -> QuantisedMatrix | None:
+    """Return a packed weight; None if it has been changed since it was read from its file."""
+    matrix = _packed(read)
+    tolerance = 4 * torch.finfo(weight.dtype).eps
+    for begin in range(0, len(weight), ROWS):
+        part = weight.detach()[begin : begin + ROWS].float()
+        stored = matrix.rows(torch.arange(begin, begin + len(part), device="cpu"))
+        if not torch.linalg.norm(stored - part) <= tolerance * torch.linalg.norm(part):
+            return None
+    return matrix
+
+
+def _quantising(model: nn.Module, bits: int) -> Sources:
+    """Return the weights of linear layers that are quantised to ``bits`` bits.
+
+    Raises:
+        UnsupportedOptionError: a weight is quantised to other codes.
+    """
+    found: Sources = {}
+    for name, layer, weight in _weights(model):
+        is_other = type(weight) not in (nn.Parameter, QuantisedWeight)
+        if is_other or (isinstance(weight, QuantisedWeight) and weight.matrix.bits != bits):
+            raise UnsupportedOptionError(
+                f"{name} is quantised already, so that it cannot be quantised to {bits} bits; "
+                "load the model again without quantised weights, or leave out weights="
+            )
+        is_dense = type(weight) is nn.Parameter and weight.is_floating_point()
+        if type(layer) is nn.Linear and is_dense and weight.shape[1] % GROUP == 0:
+            found[id(weight)] = weight, functools.partial(_packed, quantise, weight, bits)
+    return found
+
+
+def _replace(model: nn.Module, sources: Sources) -> None:
+    """Replace weights by packed ones, one at a time, so that little memory is needed besides."""
+    places = dict[int, list[nn.Module]]()
+    for _, layer, weight in _weights(model):
+        places.setdefault(id(weight), []).append(layer)
+    kinds = Counter[str]()
+    num_bytes = 0
+    for key in list(sources):
+        weight, pack = sources.pop(key)  # the last references to the dense weight but the layers'
+        with torch.no_grad(), torch.inference_mode(False):
+            if (matrix := pack()) is None:
+                continue
+            packed = nn.Parameter(QuantisedWeight(matrix, weight.dtype), requires_grad=False)
+        for layer in places[key]:
+            layer._parameters["weight"] = packed
+        kinds[NAMES[matrix.bits]] += 1
+        num_bytes += matrix.num_bytes
+        del weight, pack
+    if kinds:
+        return_freed_memory()
+        parts = ", ".join(f"{number} in {name}" for name, number in kinds.items())
+        name = type(model).__name__
+        logger.info("packed weights of %s: %s; %.0f MiB", name, parts, num_bytes / 2**20)
