@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Interface:
 
     weights: list[str]  # parameters and buffers, in the order of the graph's inputs
     linears: list[list[str]]  # layers that each `linear` operator computes, by its index
-    script: str  # the graph in TorchScript's representation
+    script: str  # the graph in TorchScript
     pieces: list[str]  # files of the compiled pieces, whose ids are the graph's last input
 
 
@@ -206,10 +207,12 @@ class CompileJob:
 
     def _compile(self) -> None:
         torch.set_num_threads(self.num_threads)
-        with operators.building(), warnings.catch_warnings(action="ignore"):
+        with ThreadPoolExecutor(1) as pool, warnings.catch_warnings(action="ignore"):
+            library = pool.submit(operators.build)
             program, weights, linears = export_graph(self.description)
             graph = Graph(program, 0.0 if self.description.is_invariant else MAX_INTERPRETED)
             files = [self._compiled(piece) for piece in graph.kinds.values()]
+            library.result()
         interface = Interface(weights, linears, graph.script, list(map(str, files)))
         write_atomically(self.path, json.dumps(asdict(interface)))
 

@@ -748,7 +748,7 @@ Tensor attend(const Tensor& any_query, const Tensor& any_key, const Tensor& any_
 }
 
 using Piece = torch::inductor::AOTIModelPackageLoader;
-std::map<int64_t, std::shared_ptr<Piece>> pieces;
+std::map<int64_t, std::shared_ptr<Piece>> loaded_pieces;
 
 // Loads a package of torch's compiler.
 int64_t load_piece(const std::string& path) {
@@ -759,26 +759,26 @@ int64_t load_piece(const std::string& path) {
   auto piece = std::make_shared<Piece>(path);
 #endif
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  pieces[++last] = std::move(piece);
+  loaded_pieces[++last] = std::move(piece);
   return last;
 }
 
 void delete_piece(int64_t id) {
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  pieces.erase(id);
+  loaded_pieces.erase(id);
 }
 
-// Runs a piece of a graph with the linear layers at some indices in the context.
-std::vector<Tensor> run_piece(int64_t id, const Tensor& context, at::IntArrayRef linears, at::TensorList inputs) {
+// Runs the piece whose id is at numbers[0] in `pieces`, with the linear layers at the other numbers in the context.
+std::vector<Tensor> run_piece(const Tensor& id, const Tensor& pieces, at::IntArrayRef numbers, at::TensorList inputs) {
   std::shared_ptr<Piece> piece;
   {
     std::lock_guard<std::mutex> guard(contexts_mutex);
-    piece = pieces.at(id);
+    piece = loaded_pieces.at(pieces.const_data_ptr<int64_t>()[numbers[0]]);
   }
-  auto table = at::empty({1 + int64_t(linears.size())}, context.options());
+  auto table = at::empty({int64_t(numbers.size())}, id.options());
   int64_t* to = table.mutable_data_ptr<int64_t>();
-  *to = *context.const_data_ptr<int64_t>();
-  std::copy(linears.begin(), linears.end(), to + 1);
+  std::copy(numbers.begin(), numbers.end(), to);
+  *to = *id.const_data_ptr<int64_t>();
   auto arguments = inputs.vec();
   arguments.push_back(std::move(table));
   return piece->run(arguments);
@@ -802,22 +802,18 @@ TORCH_LIBRARY(hf_slospec, library) {
               "Tensor? steps, Tensor? minima, Tensor? min_steps) -> int", new_quantised);
   library.def("add_quantised(int id, int index, int quantised_id) -> ()", add_quantised);
   library.def("add_plain(int id, int index, Tensor weight) -> ()", add_plain);
-  library.def("embedding(Tensor indices, Tensor like, Tensor id, int index, int width) -> Tensor");
   library.def("delete_quantised(int id) -> ()", delete_quantised);
   library.def("quantised_product(Tensor x, int id, Tensor? bias) -> Tensor", quantised_product_of);
   library.def("quantised_rows(Tensor indices, int id) -> Tensor", quantised_rows_of);
   library.def("load_piece(str path) -> int", load_piece);
   library.def("delete_piece(int id) -> ()", delete_piece);
-  library.def("run_piece(int id, Tensor context, int[] linears, Tensor[] inputs) -> Tensor[]", run_piece);
   library.def("set_pool(int id, Tensor[] keys, Tensor[] values) -> ()", set_pool);
   library.def("set_plan(int id, Tensor sequences, Tensor mask, Tensor windowed_mask, Tensor positions, "
               "Tensor staged_positions) -> ()", set_plan);
-  library.def("linear(Tensor x, Tensor id, int index, int outputs) -> Tensor");
-  library.def("attend(Tensor query, Tensor key, Tensor value, Tensor id, int index, bool stages, float scaling, "
-              "int window, int chunk, float softcap, Tensor? sinks) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(hf_slospec, CPU, library) {
   library.impl("linear", linear);
   library.impl("attend", attend);
   library.impl("embedding", embedding);
+  library.impl("run_piece", run_piece);
 }

@@ -5,16 +5,12 @@ The library is built by this machine's C++ compiler when it is first needed.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import platform
-import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,38 +102,6 @@ def _build(path: Path) -> None:
     partial.replace(path)
 
 
-@functools.cache
-def _load(path: Path) -> None:
-    torch.ops.load_library(path)
-    for name, traced in _TRACED.items():
-        torch.library.register_fake(f"hf_slospec::{name}", traced)
-
-
-@contextlib.contextmanager
-def building() -> Iterator[None]:
-    """Build the library meanwhile, unless it exists; inside the context graphs can be traced.
-
-    Raises:
-        RuntimeError, OSError: see ``build``.
-    """
-    if library_path().exists():
-        load()
-        yield
-        return
-    with (
-        ThreadPoolExecutor(1) as pool,
-        torch.library._scoped_library("hf_slospec", "FRAGMENT") as library,
-    ):
-        built = pool.submit(build)
-        source = SOURCE.read_text()
-        for name, traced in _TRACED.items():
-            (parts,) = re.findall(rf'library\.def\(("{name}\([^;]*")\)', source)
-            library.define("".join(re.findall('"([^"]*)"', parts)))
-            torch.library.register_fake(f"hf_slospec::{name}", traced, lib=library)
-        yield
-        built.result()
-
-
 def _traced_linear(x: torch.Tensor, id: torch.Tensor, index: int, outputs: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
 
@@ -154,12 +118,21 @@ def _traced_embedding(
     return like.new_empty(*indices.shape, width)
 
 
-# Operators of graphs, with what they return while they are traced.
-_TRACED: dict[str, Callable[..., torch.Tensor]] = {
-    "linear": _traced_linear,
-    "attend": _traced_attend,
-    "embedding": _traced_embedding,
+# Operators of graphs, with what they return while they are traced. Defined here, as graphs are
+# traced and compiled while the library is built.
+TRACED: dict[str, Callable[..., torch.Tensor]] = {
+    "linear(Tensor x, Tensor id, int index, int outputs) -> Tensor": _traced_linear,
+    "attend(Tensor query, Tensor key, Tensor value, Tensor id, int index, bool stages, "
+    "float scaling, int window, int chunk, float softcap, Tensor? sinks) -> Tensor": _traced_attend,
+    "embedding(Tensor indices, Tensor like, Tensor id, int index, int width) -> Tensor": (
+        _traced_embedding
+    ),
 }
+_definitions = torch.library.Library("hf_slospec", "FRAGMENT")
+_definitions.define("run_piece(Tensor id, Tensor pieces, int[] numbers, Tensor[] inputs) -> Tensor[]")
+for _schema, _traced in TRACED.items():
+    _definitions.define(_schema)
+    torch.library.register_fake(f"hf_slospec::{_schema.partition('(')[0]}", _traced)
 
 
 def load() -> None:
@@ -169,7 +142,7 @@ def load() -> None:
         OSError: the library is missing, or cannot be loaded.
     """
     with _loading:
-        _load(library_path())
+        torch.ops.load_library(library_path())
 
 
 def why_unsupported() -> str | None:
@@ -275,26 +248,23 @@ class Context:
 
 
 class LoadedGraph:
-    """A graph in TorchScript's representation, with its compiled pieces."""
+    """A graph in TorchScript, with its compiled pieces."""
 
     def __init__(self, script: str, pieces: Sequence[str]):
         """Load the pieces; the library must be loaded.
 
         Args:
-            script: see ``pieces.Graph.script``.
+            script: its text; see ``pieces.Graph``.
             pieces: paths of the packages.
 
         Raises:
-            RuntimeError: a package cannot be loaded.
+            RuntimeError: the text or a package cannot be loaded.
         """
-        operators = torch.ops.hf_slospec
-        graph = torch._C.parse_ir(script)
-        self._function = torch._C._create_function_from_graph("forward", graph)
-        self._pieces = list[int]()
-        for path in pieces:
-            id = operators.load_piece(path)
-            weakref.finalize(self, operators.delete_piece, id)
-            self._pieces.append(id)
+        self._function = torch.jit.CompilationUnit(script).forward
+        ids = list(map(torch.ops.hf_slospec.load_piece, pieces))
+        self._pieces = torch.tensor(ids, device="cpu")
+        for id in ids:
+            weakref.finalize(self, torch.ops.hf_slospec.delete_piece, id)
 
     @torch.no_grad()
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ compiled: their operators are a part of the function.
 from __future__ import annotations
 
 import operator
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,15 @@ MAX_INTERPRETED = 0.125
 # Numbers of tokens and of logits that a graph takes; for 1, the compiler would make another graph.
 MIN_SIZE = 2
 MAX_TOKENS = 2**20
-ARITHMETIC = {
-    operator.add: "aten::add",
-    operator.sub: "aten::sub",
-    operator.mul: "aten::mul",
-    operator.floordiv: "aten::floordiv",
-}
 SIZE = torch.ops.aten.sym_size.int
 CHECK = torch.ops.aten._assert_tensor_metadata.default  # of what the compiler knows
-FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}  # numbers in TorchScript
+# Patterns in the Python text of a graph, and what TorchScript has in their place.
+PYTHON = {
+    r"forward\(self, ": "forward(",
+    r";  .*": "",  # which deletes variables
+    r"(torch\.ops\.\w+\.\w+)\.\w+": r"\1",  # overloads are found by the arguments
+    r"device\(type=('\w+')\)": r"\1",
+}
 # Settings of torch's compiler. Its wrapper calls kernels and operators, and is quick enough without
 # optimisation; a precompiled header takes longer than one package gains by it.
 COMPILER: dict[str, Any] = {
@@ -66,28 +67,8 @@ class Piece:
         if any(_is_computed(size) for node in self.inputs for size in node.meta["val"].shape):
             raise ValueError("a tensor between two pieces has a computed size")
         self.linears = list[int]()  # index of each `linear` operator in the model
-        made = fx.Graph()
-        copies = {node: made.placeholder(f"x{i}") for i, node in enumerate(self.inputs)}
-        constants = nn.Module()
-
-        def copy(node: Any) -> fx.Node:
-            if node in copies:
-                return copies[node]
-            if node.op == "get_attr":
-                setattr(constants, node.target, getattr(graph.root, node.target))
-            elif node in graph.constants:
-                name = f"c{len(list(constants.buffers()))}"
-                constants.register_buffer(name, graph.constants[node])
-                copies[node] = made.get_attr(name)
-                return copies[node]
-            elif node.target is SIZE and node.args[0] not in self.nodes:
-                tensor, dim = with_size(node, self.inputs)
-                copies[node] = made.call_function(SIZE, (copies[tensor], dim))
-                return copies[node]
-            copies[node] = made.node_copy(node, copy)
-            return copies[node]
-
-        table = copies[graph.context] = made.placeholder("table")
+        copy = _Copy(self.inputs, graph)
+        table = copy.copies[graph.context] = copy.made.placeholder("table")
         for node in nodes:
             copied = copy(node)
             if table in copied.all_input_nodes and not is_attention(node):
@@ -95,27 +76,19 @@ class Piece:
                 index: Any = copied.args[place]
                 copied.args = (*copied.args[:place], len(self.linears), *copied.args[place + 1 :])
                 self.linears.append(index)
-        made.output(tuple(copies[node] for node in self.outputs))
-        self.module = fx.GraphModule(constants, made)
-        numbers = {node: f"%{i}" for i, node in enumerate(made.nodes)}
-        operators = [
-            str(
-                fx.map_arg([node.op, str(node.target), node.args, node.kwargs], numbers.__getitem__)
-            )
-            for node in made.nodes
-        ]
-        constant = [value.tolist() for value in constants.buffers()]
-        inner = [str(getattr(module, "code", module)) for module in constants.children()]
-        self.key = digest([operators, constant, inner, _described(self.inputs)])
+        copy.made.output(tuple(map(copy, self.outputs)))
+        self.module = fx.GraphModule(copy.constants, copy.made)
+        self.constants = [value.tolist() for value in copy.constants.buffers()]
+        inner = [str(getattr(module, "code", module)) for module in copy.constants.children()]
+        self.key = digest([self.module.code, self.constants, inner, _described(self.inputs)])
 
     @property
     def is_simple(self) -> bool:
         """Return whether the interpreter has all its operators."""
-        known = all(
+        return not self.constants and all(
             isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
             for node in self.nodes
         )
-        return known and not list(self.module.buffers())
 
     def program(self) -> ExportedProgram:
         """Return the graph to compile, which takes the inputs and a table, [1 + number of linears]
@@ -188,25 +161,29 @@ class Graph:
         (self.outputs,) = graph.output_node().args
         self.context = next(node for node in self.inputs if node.name == "context")
         try:
-            compiled = self._frequent([Piece(part, self) for part in self._cut()], max_interpreted)
-        except ValueError:
-            compiled = []
-        num_kinds = len({piece.key for piece in compiled})
-        if PACKAGE_S * (num_kinds - 1) > LAYER_S * (len(compiled) - num_kinds) or not compiled:
-            compiled = [Piece([node for node in self.nodes if not self.is_copied(node)], self)]
-        self.compiled = {piece.first: piece for piece in compiled}
-        # One piece of each kind to compile, by its key.
-        self.kinds = {piece.key: piece for piece in compiled}
+            self._compile(self._worthwhile(max_interpreted))
+        except (ValueError, RuntimeError):  # the interpreter lacks an operator
+            self._compile([])
 
-    @staticmethod
-    def _frequent(pieces: list[Piece], max_interpreted: float) -> list[Piece]:
-        """Return the pieces to compile."""
+    def _worthwhile(self, max_interpreted: float) -> list[Piece]:
+        """Return the pieces to compile; none if the whole graph takes less time."""
+        pieces = [Piece(part, self) for part in self._cut()]
         counts = Counter(piece.key for piece in pieces)
-        simple = sorted(
-            (piece for piece in pieces if piece.is_simple), key=lambda piece: counts[piece.key]
-        )
-        interpreted = simple[: int(max_interpreted * len(pieces))]
-        return [piece for piece in pieces if piece not in interpreted]
+        rare = sorted((each for each in pieces if each.is_simple), key=lambda e: counts[e.key])
+        interpreted = rare[: int(max_interpreted * len(pieces))]
+        compiled = [piece for piece in pieces if piece not in interpreted]
+        num_kinds = len({piece.key for piece in compiled})
+        is_less = PACKAGE_S * (num_kinds - 1) <= LAYER_S * (len(compiled) - num_kinds)
+        return compiled if is_less else []
+
+    def _compile(self, pieces: list[Piece]) -> None:
+        """Set the pieces to compile; without any, the whole graph is one."""
+        pieces = pieces or [Piece([node for node in self.nodes if not self.is_copied(node)], self)]
+        # One piece of each kind to compile, by its key.
+        self.kinds = {piece.key: piece for piece in pieces}
+        self.compiled = {piece.first: piece for piece in pieces}
+        self.script = self._script()
+        torch.jit.CompilationUnit(self.script)
 
     def _cut(self) -> Cuts:
         """Return the nodes between attention operators."""
@@ -224,136 +201,57 @@ class Graph:
         is_fixed = node.op == "get_attr" or node in self.constants or node is self.context
         return is_fixed or is_size(node)
 
-    @property
-    def script(self) -> str:
-        """The graph in TorchScript's representation: its inputs, and the ids of the loaded pieces
-        in the order of ``kinds``.
+    def _script(self) -> str:
+        """Return the graph in TorchScript, a function of its inputs and of the ids of the loaded
+        pieces in the order of ``kinds``.
         """
-        return _Script(self).text
-
-
-class _Script:
-    """Writer of a graph in TorchScript's representation."""
-
-    def __init__(self, graph: Graph):
-        self._inputs = graph.inputs
-        self._lines = list[str]()
-        # Name of each value; for operators with several results, a list of names.
-        self._names: dict[fx.Node, Any] = {node: f"%i{i}" for i, node in enumerate(graph.inputs)}
-        kinds = list(graph.kinds)
-        within = set[fx.Node]().union(*(piece.nodes for piece in graph.compiled.values()))
-        for node in graph.nodes:
-            if (piece := graph.compiled.get(node)) is not None:
-                kind = self._constant("int", kinds.index(piece.key))
-                tensors = [self._names[each] for each in piece.inputs]
-                indices = [self._constant("int", index) for index in piece.linears]
-                made = self._call(
-                    "Tensor[]",
-                    "hf_slospec::run_piece",
-                    self._call("int", "aten::__getitem__", "%pieces", kind),
-                    self._names[graph.context],
-                    self._list("int", indices),
-                    self._list("Tensor", tensors),
-                )
+        copy = _Copy(self.inputs, self)
+        ids = copy.made.placeholder("pieces")
+        kinds = list(self.kinds)
+        within = set[fx.Node]().union(*(piece.nodes for piece in self.compiled.values()))
+        for node in self.nodes:
+            if (piece := self.compiled.get(node)) is not None:
+                numbers = [kinds.index(piece.key), *piece.linears]
+                arguments = copy(self.context), ids, numbers, list(map(copy, piece.inputs))
+                made = copy.made.call_function(torch.ops.hf_slospec.run_piece.default, arguments)
                 for i, each in enumerate(piece.outputs):
-                    self._names[each] = f"{made}_{i}"
-                results = ", ".join(f"{self._names[each]} : Tensor" for each in piece.outputs)
-                self._lines.append(f"{results} = prim::ListUnpack({made})")
-            elif node.op == "call_function" and node not in within and not is_size(node):
-                self._names[node] = self._result(node)
-        returned = self._list("Tensor", [self._names[node] for node in graph.outputs])
-        head = "".join(f"{self._names[node]} : Tensor, " for node in graph.inputs)
-        body = "".join(f"  {line}\n" for line in self._lines)
-        self.text = f"graph({head}%pieces : int[]):\n{body}  return ({returned})\n"
-
-    def _call(self, kind: str, name: str, *arguments: str) -> str:
-        made = f"%v{len(self._lines)}"
-        self._lines.append(f"{made} : {kind} = {name}({', '.join(arguments)})")
-        return made
-
-    def _list(self, kind: str, values: list[str]) -> str:
-        return self._call(f"{kind}[]", "prim::ListConstruct", *values)
-
-    def _constant(self, kind: str, value: Any) -> str:
-        return self._call(kind, f"prim::Constant[value={value}]")
-
-    def _result(self, node: Any) -> Any:
-        """Write an operator, and return the name of its result, or a list of names."""
-        kind = "int" if is_size(node) else "Tensor"
-        if node.target is SIZE:
-            tensor, dim = with_size(node, self._inputs)
-            return self._call(kind, "aten::size", self._names[tensor], self._constant("int", dim))
-        if node.target is operator.getitem:
-            of, index = node.args
-            names = self._names[of]
-            if isinstance(names, list):
-                return names[index]
-            return self._call(kind, "aten::__getitem__", names, self._constant("int", index))
-        if node.target in ARITHMETIC:
-            return self._call(
-                kind, ARITHMETIC[node.target], *(self._value(each, "int") for each in node.args)
-            )
-        schema = node.target._schema
-        given = dict(zip((each.name for each in schema.arguments), node.args, strict=False))
-        given |= node.kwargs
-        values = [
-            self._value(given.get(each.name, each.default_value), str(each.type))
-            for each in schema.arguments
-        ]
-        kinds = [_written(str(each.type)) for each in schema.returns]
-        made = self._call(kinds[0], schema.name, *values)
-        if len(kinds) == 1:
-            return made
-        names = [made, *(f"{made}_{i}" for i in range(1, len(kinds)))]
-        typed = ", ".join(f"{name} : {kind}" for name, kind in zip(names, kinds, strict=True))
-        self._lines[-1] = f"{typed} = {schema.name}({', '.join(values)})"
-        return names
-
-    def _value(self, value: Any, kind: str) -> str:
-        """Write an argument of a type of an operator's schema, and return its name."""
-        kind = _within(kind, "Optional")
-        if isinstance(value, fx.Node):
-            if value not in self._names:  # sizes are read where they are used
-                self._names[value] = self._result(value)
-            name: str = self._names[value]
-            return name
-        if value is None:
-            return self._call("NoneType", "prim::Constant")
-        if isinstance(value, (list, tuple)):
-            element = _within(kind, "List")
-            values = [self._value(each, element) for each in value]
-            return self._list(_written(element), values)
-        if isinstance(value, torch.device):
-            return self._constant("Device", f'"{value}"')
-        if isinstance(value, str):
-            return self._constant("str", f'"{value}"')
-        if isinstance(value, bool):
-            return self._constant("bool", int(value))
-        if isinstance(value, float) or kind.startswith("float"):
-            return self._constant("float", repr(float(value)))
-        if not isinstance(value, int):
-            value = FORMATS[value] if value in FORMATS else _number(value)
-        return self._constant("int", value)
+                    copy.copies[each] = copy.made.call_function(operator.getitem, (made, i))
+            elif node not in within and not self.is_copied(node):
+                copy(node)
+        copy.made.output(list(map(copy, self.outputs)))
+        text: str = copy.made.python_code("self").src
+        for pattern, replacement in PYTHON.items():
+            text = re.sub(pattern, replacement, text)
+        return text
 
 
-def _number(value: torch.dtype | torch.layout) -> int:
-    graph: Any = torch._C.Graph()
-    constant = graph.insertConstant(value)
-    number: int = constant.toIValue()
-    return number
+class _Copy:
+    """A graph of copies of another graph's nodes."""
 
+    def __init__(self, inputs: list[fx.Node], graph: Graph):
+        self._inputs = inputs
+        self._graph = graph
+        self.made = fx.Graph()
+        self.copies = {node: self.made.placeholder(f"x{i}") for i, node in enumerate(inputs)}
+        self.constants = nn.Module()
 
-def _written(kind: str) -> str:
-    """Return a type of an operator's schema as graphs have it: Tensor, Tensor?, Tensor[], int."""
-    for outer, suffix in (("List", "[]"), ("Optional", "?")):
-        if (element := _within(kind, outer)) != kind:
-            return _written(element) + suffix
-    return kind
-
-
-def _within(kind: str, outer: str) -> str:
-    """Return the type in brackets behind the name of another one, if this is its name."""
-    return kind[len(outer) + 1 : -1] if kind.startswith(f"{outer}[") else kind
+    def __call__(self, node: fx.Node) -> fx.Node:
+        """Return the copy of a node, without its name."""
+        if node not in self.copies:
+            op = node.op
+            target: Any = node.target
+            args: Any = node.args
+            if node in self._graph.constants:
+                op = "get_attr"
+                target = f"c{len(list(self.constants.buffers()))}"
+                self.constants.register_buffer(target, self._graph.constants[node])
+            elif op == "get_attr":
+                setattr(self.constants, target, getattr(self._graph.root, target))
+            elif target is SIZE and args[0] not in self.copies:
+                args = with_size(node, self._inputs)
+            copied: Any = fx.map_arg((args, node.kwargs), self)
+            self.copies[node] = self.made.create_node(op, target, *copied)
+        return self.copies[node]
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -398,10 +296,9 @@ def _described(inputs: list[fx.Node]) -> list[str]:
 
 
 def _example(value: torch.Tensor) -> torch.Tensor:
-    """Return zeros with the shape and strides of a traced tensor."""
+    """Return a tensor with the shape and strides of a traced one."""
     sizes, strides = (
         [each if isinstance(each, int) else each.node.hint for each in of]
         for of in (value.shape, value.stride())
     )
-    num_elements = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    return torch.zeros(num_elements, dtype=value.dtype, device="cpu").as_strided(sizes, strides)
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="cpu")

@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from hf_slospec.cpu import operators
 from hf_slospec.cpu.compile_job import CompileJob
 from hf_slospec.cpu.pieces import Graph
 from hf_slospec.cpu.twin import GraphDescription, export_graph
@@ -47,8 +46,7 @@ def deep_model(family, **changes):
 
 def graph_of(model, **options):
     layers = packed_model(model).layers
-    with operators.building():
-        program, *_ = export_graph(GraphDescription.of(model, layers, (), True))
+    program, *_ = export_graph(GraphDescription.of(model, layers, (), True))
     return Graph(program, **options)
 
 
