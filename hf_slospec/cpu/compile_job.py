@@ -90,7 +90,6 @@ class CompileJob:
             "sources": [
                 *(Path(module.__file__ or "").read_text() for module in modules),
                 *description.sources,
-                operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2],  # operators' signatures
             ],
             "threads": num_threads,
         }

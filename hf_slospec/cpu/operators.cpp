@@ -3,35 +3,24 @@
 // A graph refers to weights, K/V and the step's plan by the id of a context, an int64 tensor among its inputs, so that
 // one compiled graph serves all models of its shapes, and weights or storage may be replaced between two steps.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
+#include "vectors.hpp"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/quantized/PackedParams.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <type_traits>
-#include <vector>
 
+namespace hf_slospec {
 namespace {
-
-using at::Tensor;
-
-struct Quantised;
 
 // A weight [outputs, inputs] as it is, or in one of the layouts of cpu/kernels.py.
 struct Weight {
@@ -140,56 +129,8 @@ void set_plan(int64_t id, const Tensor& sequences, const Tensor& mask, const Ten
   context_of(id)->plan = {sequences, mask, windowed_mask, positions, staged_positions};
 }
 
-// Vectors of floats, as wide as the CPU's: compilers split wider ones badly.
-#ifdef __AVX512F__
-constexpr int64_t WIDTH = 16;  // floats per vector
-#elif defined(__AVX__)
-constexpr int64_t WIDTH = 8;
-#else
-constexpr int64_t WIDTH = 4;
-#endif
 constexpr int64_t MAX_ROWS = 128;  // queries per tile
 constexpr int64_t BLOCK = 64;  // keys, or elements of values, per block of a product
-typedef float vec __attribute__((vector_size(WIDTH * sizeof(float))));
-typedef int32_t ivec __attribute__((vector_size(WIDTH * sizeof(int32_t))));
-
-inline vec load(const float* from) {
-  vec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
-
-typedef uint16_t half_vec __attribute__((vector_size(WIDTH * sizeof(uint16_t))));
-typedef uint32_t uvec __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
-
-// Returns WIDTH elements as floats.
-inline vec load(const at::BFloat16* from) {
-  half_vec halves;
-  std::memcpy(&halves, from, sizeof halves);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const uvec bits = (uvec)_mm256_cvtepu16_epi32((__m128i)halves) << 16;  // compilers need three instructions for it
-#else
-  const uvec bits = __builtin_convertvector(halves, uvec) << 16;
-#endif
-  vec v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
-inline vec load(const at::Half* from) {
-  vec v;
-  for (int64_t i = 0; i < WIDTH; ++i) v[i] = float(from[i]);
-  return v;
-}
-
-// Returns the first n elements as floats, and zeros behind them.
-template <typename T>
-inline vec load_some(const T* from, int64_t n) {
-  if (n >= WIDTH) return load(from);
-  vec v = {};
-  for (int64_t i = 0; i < n; ++i) v[i] = float(from[i]);
-  return v;
-}
 
 // Exchanges blocks of S by S elements of two rows of a square matrix.
 template <int S>
@@ -229,30 +170,6 @@ inline vec exp_of(vec x) {
   vec power;
   std::memcpy(&power, &bits, sizeof power);
   return is_tiny < -87.0f ? vec{} : p * power;
-}
-
-// Elements of a product's factors: one float, or a pair of bf16 numbers where the CPU multiplies such pairs.
-typedef uint32_t pair;
-#ifdef __AVX512BF16__
-constexpr bool HAS_PAIRS = true;
-inline vec add_products(vec sum, pair a, vec b) {
-  const __m512i factors = _mm512_set1_epi32(int(a));
-  return _mm512_dpbf16_ps(sum, (__m512bh)factors, (__m512bh)b);
-}
-inline void store_rounded(pair* to, vec v) {
-  const __m256bh halves = _mm512_cvtneps_pbh(v);
-  std::memcpy(to, &halves, sizeof halves);
-}
-#else
-constexpr bool HAS_PAIRS = false;
-inline vec add_products(vec, pair, vec) { return vec{}; }
-inline void store_rounded(pair*, vec) {}
-#endif
-inline vec add_products(vec sum, float a, vec b) { return sum + a * b; }
-inline vec load(const pair* from) {
-  vec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
 }
 
 constexpr int MAX_R = 6;
@@ -298,17 +215,6 @@ inline void add_product(int64_t rows, const A* a, int64_t a_stride, const B* b, 
     add_rows<R>(a, a_stride, b, b_stride, n, out, out_stride);
   if constexpr (R > 1)
     if (rows) add_product<R - 1>(rows, a, a_stride, b, b_stride, n, out, out_stride);
-}
-
-template <typename T>
-using Element = std::conditional_t<HAS_PAIRS && std::is_same_v<T, at::BFloat16>, pair, float>;
-
-// Writes floats in their dtype.
-template <typename T>
-inline void store_as(T* to, const float* from, int64_t n) {
-  if constexpr (std::is_same_v<Element<T>, pair>)
-    for (; n >= WIDTH; n -= WIDTH, to += WIDTH, from += WIDTH) store_rounded(reinterpret_cast<pair*>(to), load(from));
-  for (int64_t i = 0; i < n; ++i) to[i] = T(from[i]);
 }
 
 // out = x @ weight.T + bias for a weight as blocks of outputs, [num_blocks, inputs / elements of E, BLOCK] in E, or in T
@@ -371,8 +277,6 @@ Tensor block_product(const Tensor& x, const Tensor& blocks, int64_t outputs, int
 // Elements of a weight's dtype that blocks keep together.
 int64_t block_elements(bool is_bf16) { return is_bf16 && HAS_PAIRS ? 2 : 1; }
 
-#include "quantised.hpp"
-
 // Quantised weights that products from Python use, by id.
 std::map<int64_t, std::shared_ptr<Quantised>> quantised_weights;
 
@@ -380,10 +284,9 @@ int64_t new_quantised(int64_t code, int64_t zero, int64_t outputs, int64_t span,
                       const Tensor& scales, const std::optional<Tensor>& steps, const std::optional<Tensor>& minima,
                       const std::optional<Tensor>& min_steps) {
   static int64_t last = 0;
-  const auto or_none = [](const std::optional<Tensor>& tensor) { return tensor.value_or(Tensor()); };
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  quantised_weights[++last] = std::make_shared<Quantised>(Quantised{
-      code, zero, outputs, span, shared, codes, scales, or_none(steps), or_none(minima), or_none(min_steps)});
+  quantised_weights[++last] =
+      make_quantised(code, zero, outputs, span, shared, codes, scales, steps, minima, min_steps);
   return last;
 }
 
@@ -817,3 +720,4 @@ TORCH_LIBRARY_IMPL(hf_slospec, CPU, library) {
   library.impl("embedding", embedding);
   library.impl("run_piece", run_piece);
 }
+}  // namespace hf_slospec

@@ -5,12 +5,13 @@ The library is built by this machine's C++ compiler when it is first needed.
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from hf_slospec.model.batch import PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import cpu_info, kept_file
 
-SOURCE = Path(__file__).with_name("operators.cpp")
-INCLUDED = Path(__file__).with_name("quantised.hpp")
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / name for name in ("quantised.cpp", "operators.cpp")]
+INCLUDED = [FOLDER / name for name in ("quantised.hpp", "vectors.hpp")]
 # Without -ffast-math, which would make the process flush denormal numbers to zero.
 FLAGS = [
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
+    *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 ]
 BLOCK = 64  # outputs per block of a packed weight
@@ -55,10 +57,8 @@ def library_path() -> Path:
     Raises:
         OSError: the cache directory cannot be written.
     """
-    source = SOURCE.read_text() + INCLUDED.read_text()
-    return kept_file("compiled", "operators", {"source": source, **instructions()}).with_suffix(
-        ".so"
-    )
+    key = {"sources": [file.read_text() for file in SOURCES + INCLUDED], **instructions()}
+    return kept_file("compiled", "operators", key).with_suffix(".so")
 
 
 def build() -> None:
@@ -86,20 +86,40 @@ def _build(path: Path) -> None:
     openmp = next(
         (f"-l:{path.name}" for path in sorted((root / "lib").glob("libgomp*.so*"))), "-lgomp"
     )
-    partial = path.with_suffix(f".{os.getpid()}")
     target = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     include = root / "include"
     lib = root / "lib"
-    command = [
-        *(get_cpp_compiler(), *FLAGS, target),
+    compile = [
+        *(get_cpp_compiler(), *FLAGS, target, "-c"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{include}", f"-I{include}/torch/csrc/api/include", str(SOURCE), "-o", str(partial)),
-        *(f"-L{lib}", openmp, "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"),
+        *(f"-I{include}", f"-I{include}/torch/csrc/api/include"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+        objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
+        commands = [
+            [*compile, source, "-o", made] for source, made in zip(SOURCES, objects, strict=True)
+        ]
+        list(pool.map(_run, commands))
+        partial = Path(folder, path.name)
+        libraries = [f"-L{lib}", openmp, "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"]
+        _run([compile[0], "-shared", *objects, "-o", partial, *libraries])
+        partial.replace(path)
+
+
+# Shell script that runs a command, and kills its process group once its parent process has ended.
+GUARD = """
+(while kill -0 $$; do kill -0 $PPID || kill -KILL 0; sleep 1; done) >/dev/null 2>&1 &
+exec "$@"
+"""
+
+
+def _run(command: list[Any]) -> None:
+    done = subprocess.run(
+        ["sh", "-c", GUARD, "sh", *map(str, command)], capture_output=True, text=True,
+        timeout=COMPILE_S, check=False, start_new_session=True,
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed: {done.stderr[-2000:]}")
-    partial.replace(path)
 
 
 def _traced_linear(x: torch.Tensor, id: torch.Tensor, index: int, outputs: int) -> torch.Tensor:
