@@ -314,13 +314,13 @@ void add_plain(int64_t id, int64_t index, const Tensor& weight) {
   linear_at(id, index).packed.push_back({Weight::PLAIN, weight, {}, 0, {}});
 }
 
-// Returns rows of a context's quantised weight in the dtype of `like`: [..., width].
-Tensor embedding(const Tensor& indices, const Tensor& like, const Tensor& id, int64_t index, int64_t width) {
+// Returns rows of a context's quantised weight: [..., width].
+Tensor embedding(const Tensor& indices, const Tensor& id, int64_t index, int64_t width, at::ScalarType dtype) {
   const auto context = context_of(id);
   auto sizes = indices.sizes().vec();
   sizes.push_back(width);
   const auto& weight = context->linears.at(index_in(id, index)).packed.at(0);
-  return quantised_rows(indices, *weight.quantised).to(like.scalar_type()).view(sizes);
+  return quantised_rows(indices, *weight.quantised).to(dtype).view(sizes);
 }
 
 Tensor product(const Tensor& x, const Weight& weight) {

@@ -133,9 +133,9 @@ def _traced_attend(
 
 
 def _traced_embedding(
-    indices: torch.Tensor, like: torch.Tensor, id: torch.Tensor, index: int, width: int
+    indices: torch.Tensor, id: torch.Tensor, index: int, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    return like.new_empty(*indices.shape, width)
+    return id.new_empty(*indices.shape, width, dtype=dtype)
 
 
 # Operators of graphs, with what they return while they are traced. Defined here, as graphs are
@@ -144,7 +144,7 @@ TRACED: dict[str, Callable[..., torch.Tensor]] = {
     "linear(Tensor x, Tensor id, int index, int outputs) -> Tensor": _traced_linear,
     "attend(Tensor query, Tensor key, Tensor value, Tensor id, int index, bool stages, "
     "float scaling, int window, int chunk, float softcap, Tensor? sinks) -> Tensor": _traced_attend,
-    "embedding(Tensor indices, Tensor like, Tensor id, int index, int width) -> Tensor": (
+    "embedding(Tensor indices, Tensor id, int index, int width, ScalarType dtype) -> Tensor": (
         _traced_embedding
     ),
 }

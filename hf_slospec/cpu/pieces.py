@@ -122,11 +122,9 @@ class Piece:
         # Instruction sets are those that torch finds, without a trial of the compiler for each. A
         # compiler may be too old for them.
         for is_known in (True, None):
-            settings = known | {"cpp.vec_isa_ok": is_known}
             try:
-                torch._inductor.aoti_compile_and_package(
-                    program, package_path=str(path), inductor_configs=settings
-                )
+                with config.patch(known | {"cpp.vec_isa_ok": is_known}):
+                    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
             except CppCompileError:
                 if is_known is None:
                     raise

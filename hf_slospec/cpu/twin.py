@@ -294,7 +294,7 @@ class _TracedEmbedding(nn.Embedding):
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         own = vars(self)
         rows: torch.Tensor = torch.ops.hf_slospec.embedding(
-            indices, self.weight, own["step"].traced.context, own["index"], self.embedding_dim
+            indices, own["step"].traced.context, own["index"], self.embedding_dim, self.weight.dtype
         )
         return rows
 
