@@ -45,11 +45,11 @@ MAX_FILES = 64  # graphs, and packages of a few megabytes each, kept on disk
 RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
 LOCK = "compiler.lock"  # file that a compiler locks while it runs
 POLL_S = 1.0  # seconds between two looks at the lock, the package, and the parent process
-# Seconds on two idle cores to trace one layer, to start and to compile all pieces of a graph with
-# many layers, and to build the operators' library meanwhile (benchmarks/compiling.py).
-TRACE_S = 0.15
-OTHER_S = 20.0
-BUILD_S = 30.0
+# Processor seconds (benchmarks/compiling.py): to trace one layer, to start and to compile all pieces
+# of a graph of many layers, and to build the operators' library.
+TRACE_S = 0.2
+OTHER_S = 17.0
+BUILD_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,9 @@ class CompileJob:
     @property
     def estimated_s(self) -> float:
         """Seconds that the compilation takes on two idle cores."""
-        compile_s = OTHER_S + TRACE_S * len(self.description.layers)
-        return compile_s if operators.library_path().exists() else max(BUILD_S, compile_s)
+        compile_s = OTHER_S + TRACE_S * len(self.description.layers)  # on one core
+        build_s = 0.0 if operators.library_path().exists() else BUILD_S
+        return max(compile_s, (compile_s + build_s) / 2)
 
     def start(self) -> subprocess.Popen[bytes] | None:
         """Start the compilation, which ends with the package, with a failure, or with this process.

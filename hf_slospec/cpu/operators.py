@@ -106,9 +106,10 @@ def _build(path: Path) -> None:
         partial.replace(path)
 
 
-# Shell script that runs a command, and kills its process group once its parent process has ended.
+# Shell script that runs a command. Once that or the parent process has ended, it kills what is left
+# of its process group: the compiler proper, which g++ starts.
 GUARD = """
-(while kill -0 $$; do kill -0 $PPID || kill -KILL 0; sleep 1; done) >/dev/null 2>&1 &
+(while kill -0 $$ && kill -0 $PPID; do sleep 1; done; kill -KILL 0) >/dev/null 2>&1 &
 exec "$@"
 """
 
@@ -149,7 +150,9 @@ TRACED: dict[str, Callable[..., torch.Tensor]] = {
     ),
 }
 _definitions = torch.library.Library("hf_slospec", "FRAGMENT")
-_definitions.define("run_piece(Tensor id, Tensor pieces, int[] numbers, Tensor[] inputs) -> Tensor[]")
+_definitions.define(
+    "run_piece(Tensor id, Tensor pieces, int[] numbers, Tensor[] inputs) -> Tensor[]"
+)
 for _schema, _traced in TRACED.items():
     _definitions.define(_schema)
     torch.library.register_fake(f"hf_slospec::{_schema.partition('(')[0]}", _traced)

@@ -9,13 +9,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cpu.compile_job import CompileJob
 from hf_slospec.cpu.pieces import Graph
 from hf_slospec.cpu.twin import GraphDescription, export_graph
 from hf_slospec.model.tree_mask import chain
 from tests.cpu.test_compiled import generated, generator
+from tests.cpu.test_quantised_models import dequantised
 from tests.support.packed import packed_model
-from tests.support.toys.tiny_models import FAMILIES
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="forwards are compiled with g++"
@@ -36,8 +38,11 @@ def _in_this_process(monkeypatch):
 
 
 def deep_model(family, **changes):
-    name, settings = FAMILIES[family]
-    settings = settings | dict(num_hidden_layers=NUM_LAYERS) | changes
+    name, settings = FAMILIES[family.removesuffix("-tied")]
+    layers = "n_layer" if "n_layer" in settings else "num_hidden_layers"
+    settings = settings | {layers: NUM_LAYERS} | changes
+    if family.endswith("-tied"):
+        settings = settings | dict(tie_word_embeddings=True)
     if "layer_types" in settings:
         settings["layer_types"] = settings["layer_types"] * (NUM_LAYERS // 2)
     torch.manual_seed(0)
@@ -58,6 +63,51 @@ def test_layers_of_two_kinds_of_attention_share_a_piece():
     ours = generator(model)
     assert generated(ours.generate) == generated(model.generate)
     assert ours.stats().forwards == {"target": "compiled"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", dict(weights="int4")),
+        ("llama-tied", dict(weights="int8")),
+        ("mixtral", dict(weights="int4")),
+        ("gpt-oss", {}),
+        ("gpt2", {}),
+        ("llama", dict(exact="self")),
+    ],
+)
+def test_deep_models_generate_the_tokens_of_stock(family, options):
+    model = deep_model(family)
+    config = SLOSpecConfig(compile="wait", **options)
+    ours = SLOSpecGenerator(model, drafter="lookup", config=config)
+    stock = dequantised(model)
+    for sampling in (dict(do_sample=False), dict(do_sample=True, top_k=20)):
+        prompts = ragged_prompts(3)
+        assert_same_as_stock(stock, ours.generate, prompts, max_new_tokens=20, **sampling)
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_graphs_of_few_layers_are_one_piece():
+    graph = graph_of(deep_model("llama", num_hidden_layers=2))
+    assert len(graph.kinds) == len(graph.compiled) == 1
+    assert graph.script.count("run_piece(") == 1 and "attend" not in graph.script
+
+
+def test_graphs_with_operators_that_the_interpreter_lacks_are_one_piece(monkeypatch):
+    """All operators are in the piece, as are sizes that no tensor between two pieces has."""
+    model = deep_model("llama")
+    assert len(graph_of(model).compiled) == NUM_LAYERS - 1
+    compiled = torch.jit.CompilationUnit
+
+    def compile(text):
+        if "silu" in text:
+            raise RuntimeError("unknown builtin op")
+        return compiled(text)
+
+    monkeypatch.setattr(torch.jit, "CompilationUnit", compile)
+    graph = graph_of(model)
+    assert len(graph.kinds) == len(graph.compiled) == 1
 
 
 @pytest.mark.nightly
