@@ -1,8 +1,8 @@
-"""Compilation of a model's forward graph, in a separate process, into an AOTInductor package.
+"""Compilation of a model's forward graph, in a separate process, into AOTInductor packages.
 
 One compiler of a user runs at a time on a machine, and ends with the process that started it. It
 runs this module and reads a pickled :class:`CompileJob` from its standard input. ``twin.py`` traces
-the graph; ``compiled.py`` starts the process and later loads the package.
+the graph and ``pieces.py`` cuts it; ``compiled.py`` starts the process and later loads the result.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import transformers
 
-from hf_slospec.cpu import joined_linears, operators, twin
-from hf_slospec.cpu.twin import GraphDescription, Interface, export_graph
+from hf_slospec.cpu import joined_linears, operators, pieces, twin
+from hf_slospec.cpu.pieces import MAX_INTERPRETED, Graph, Piece
+from hf_slospec.cpu.twin import GraphDescription, export_graph
 from hf_slospec.model.machine import kept_file, write_atomically
 
 try:
@@ -39,20 +41,30 @@ logger = logging.getLogger(__name__)
 
 # Niceness of a background compilation, which then gets a fourth of a core that a model keeps busy.
 NICENESS = 5
-MAX_PACKAGES = 64  # packages kept on disk, of a few megabytes each
+MAX_FILES = 64  # graphs, and packages of a few megabytes each, kept on disk
 RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
 LOCK = "compiler.lock"  # file that a compiler locks while it runs
 POLL_S = 1.0  # seconds between two looks at the lock, the package, and the parent process
-# Seconds on two idle cores to compile one layer, all that is not layers, and to build the operators'
-# library; fitted to graphs of 30 layers (benchmarks/compiling.py) and of few (the quickstart).
-LAYER_S = 1.5
-OTHER_S = 25.0
-BUILD_S = 30.0
+# Processor seconds (benchmarks/compiling.py): to trace one layer, to start and to compile all pieces
+# of a graph of many layers, and to build the operators' library.
+TRACE_S = 0.2
+OTHER_S = 17.0
+BUILD_S = 45.0
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A compiled graph, and the names of the model's weights and layers that it refers to."""
+
+    weights: list[str]  # parameters and buffers, in the order of the graph's inputs
+    linears: list[list[str]]  # layers that each `linear` operator computes, by its index
+    script: str  # the graph in TorchScript
+    pieces: list[str]  # files of the compiled pieces, whose ids are the graph's last input
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """A forward graph to compile, and the path of the package to write."""
+    """A forward graph to compile, and the path of its :class:`Interface` as JSON."""
 
     description: GraphDescription
     path: Path
@@ -63,13 +75,13 @@ class CompileJob:
     def of(cls, description: GraphDescription, niceness: int) -> CompileJob:
         """Return the job that compiles a graph for this machine.
 
-        The path of its package depends on the graph, the CPU, the versions of torch and
+        The path depends on the graph, the CPU, the versions of torch and
         transformers, the number of threads and the sources that are compiled.
 
         Raises:
             OSError: the cache directory cannot be written.
         """
-        modules = (operators, twin, joined_linears)
+        modules = (operators, twin, joined_linears, pieces)
         num_threads = torch.get_num_threads()
         key = {
             **description.identity(),
@@ -78,20 +90,19 @@ class CompileJob:
             "sources": [
                 *(Path(module.__file__ or "").read_text() for module in modules),
                 *description.sources,
-                operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2],  # operators' signatures
             ],
             "threads": num_threads,
         }
-        path = kept_file("compiled", description.model_class.__name__, key).with_suffix(".pt2")
+        path = kept_file("compiled", description.model_class.__name__, key)
         return cls(description, path, num_threads, niceness)
 
     @property
     def interface(self) -> Interface | None:
-        """Interface of the package; None unless the package and the operators' library exist."""
+        """Interface of the compiled graph; None unless all its files and the operators' library exist."""
         try:
-            interface = Interface(**json.loads(self._interface_path.read_text(encoding="utf-8")))
-            is_complete = self.path.exists() and operators.library_path().exists()
-            return interface if is_complete else None
+            interface = Interface(**json.loads(self.path.read_text(encoding="utf-8")))
+            files = operators.library_path(), *map(Path, interface.pieces)
+            return interface if all(file.exists() for file in files) else None
         except (OSError, ValueError, TypeError):
             return None
 
@@ -106,18 +117,15 @@ class CompileJob:
         return None
 
     @property
-    def _interface_path(self) -> Path:
-        return self.path.with_suffix(".json")
-
-    @property
     def _failure_path(self) -> Path:
         return self.path.with_suffix(".failed")
 
     @property
     def estimated_s(self) -> float:
         """Seconds that the compilation takes on two idle cores."""
+        compile_s = OTHER_S + TRACE_S * len(self.description.layers)  # on one core
         build_s = 0.0 if operators.library_path().exists() else BUILD_S
-        return build_s + OTHER_S + LAYER_S * len(self.description.layers)
+        return max(compile_s, (compile_s + build_s) / 2)
 
     def start(self) -> subprocess.Popen[bytes] | None:
         """Start the compilation, which ends with the package, with a failure, or with this process.
@@ -199,28 +207,37 @@ class CompileJob:
 
     def _compile(self) -> None:
         torch.set_num_threads(self.num_threads)
-        operators.build()
-        operators.load()
-        with (
-            warnings.catch_warnings(action="ignore"),
-            tempfile.TemporaryDirectory(dir=self.path.parent) as folder,
-        ):
-            program, interface = export_graph(self.description)
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-            package = Path(folder) / "package.pt2"
-            torch._inductor.aoti_compile_and_package(program, package_path=str(package))
-            package.replace(self.path)
-        write_atomically(self._interface_path, json.dumps(asdict(interface)))
+        with ThreadPoolExecutor(1) as pool, warnings.catch_warnings(action="ignore"):
+            library = pool.submit(operators.build)
+            program, weights, linears = export_graph(self.description)
+            graph = Graph(program, 0.0 if self.description.is_invariant else MAX_INTERPRETED)
+            files = [self._compiled(piece) for piece in graph.kinds.values()]
+            library.result()
+        interface = Interface(weights, linears, graph.script, list(map(str, files)))
+        write_atomically(self.path, json.dumps(asdict(interface)))
+
+    def _compiled(self, piece: Piece) -> Path:
+        """Return the package of a piece, which other models may have had compiled."""
+        key = {**operators.instructions(), "threads": self.num_threads, "piece": piece.key}
+        path = kept_file("compiled", "pieces", key).with_suffix(".pt2")
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+                package = Path(folder) / "package.pt2"
+                piece.compile(package)
+                package.replace(path)
+        path.touch()
+        return path
 
     def _remove_old(self) -> None:
-        """Remove the least recently used packages beyond ``MAX_PACKAGES``."""
-        packages = sorted(
-            self.path.parent.parent.glob("*/*.pt2"),
-            key=lambda path: path.stat().st_mtime,
-            reverse=True,
-        )
-        for path in packages[MAX_PACKAGES:]:
-            for file in _files_of(path):
+        """Remove the least recently used files beyond ``MAX_FILES`` of a kind."""
+        for suffix in (".json", ".failed", ".pt2"):
+            files = sorted(
+                self.path.parent.parent.glob(f"*/*{suffix}"),
+                key=lambda path: path.stat().st_mtime,
+                reverse=True,
+            )
+            for file in files[MAX_FILES:]:
                 file.unlink(missing_ok=True)
 
 
@@ -236,10 +253,6 @@ def no_compiler() -> Iterator[None]:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield
-
-
-def _files_of(package: Path) -> Iterator[Path]:
-    yield from (package.with_suffix(suffix) for suffix in (".json", ".failed", ".pt2"))
 
 
 def end_with_parent(parent: int) -> None:

@@ -8,12 +8,13 @@ and again after a change of the model's modules.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
 
@@ -22,10 +23,11 @@ import torch.nn.functional as F
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.compile_job import NICENESS, POLL_S, CompileJob
+from hf_slospec.cpu.compile_job import NICENESS, POLL_S, CompileJob, Interface
 from hf_slospec.cpu.joined_linears import JoinedLinears
 from hf_slospec.cpu.kernels import granularity
-from hf_slospec.cpu.twin import MIN_SIZE, GraphDescription, Interface
+from hf_slospec.cpu.pieces import MIN_SIZE
+from hf_slospec.cpu.twin import GraphDescription
 from hf_slospec.model.batch import PackedBatch
 from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs
@@ -183,7 +185,11 @@ class CompiledPath(ForwardPath):
         return linears
 
     def _described(self, feature_layers: tuple[int, ...]) -> GraphDescription:
-        return GraphDescription.of(self._model, self._layers, feature_layers, self._keeps_logits)
+        is_invariant = self._config.exact is not None
+        described = GraphDescription.of(
+            self._model, self._layers, feature_layers, self._keeps_logits
+        )
+        return replace(described, is_invariant=is_invariant)
 
 
 class _Package:
@@ -372,15 +378,9 @@ class _Graph:
         Raises:
             OSError, RuntimeError: the package cannot be loaded.
         """
-        from torch._inductor import aoti_load_package
-
-        parameters = inspect.signature(aoti_load_package).parameters  # torch 2.6 lacks the option
-        options: dict[str, Any] = (
-            {"run_single_threaded": True} if "run_single_threaded" in parameters else {}
-        )
-        loader: Any = aoti_load_package(str(job.path), **options).loader
-        self._run = getattr(loader, "boxed_run", loader.run)
-        job.path.touch()  # packages that were not used recently are deleted
+        self._run = operators.LoadedGraph(interface.script, interface.pieces)
+        for file in (job.path, *map(Path, interface.pieces)):
+            file.touch()  # files that were not used recently are deleted
         self._model = model
         self._names = interface.weights
         self._linears = linears
@@ -422,5 +422,5 @@ class _Graph:
                 raise RuntimeError(
                     f"a weight is now {weight.dtype} {tuple(weight.shape)}, was {dtype} {tuple(shape)}"
                 )
-        logits, *features = self._run([*padded, rows, self._linears.context.tensor, *weights])
+        logits, *features = self._run(*padded, rows, self._linears.context.tensor, *weights)
         return Outputs(logits[:num_logits], features[0][:num_tokens] if features else None)

@@ -176,8 +176,8 @@ def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[st
     linears = list[list[str]]()
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.hf_slospec.embedding.default:
-            *inputs, index, width = node.args
-            node.args = *inputs, len(linears), width
+            indices, context, index, *form = node.args
+            node.args = indices, context, len(linears), *form
             linears.append([names[index]])
     for nodes in by_input.values():
         x, context = nodes[0].args[:2]  # read late: it may have been replaced below

@@ -3,34 +3,24 @@
 // A graph refers to weights, K/V and the step's plan by the id of a context, an int64 tensor among its inputs, so that
 // one compiled graph serves all models of its shapes, and weights or storage may be replaced between two steps.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
+#include "vectors.hpp"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/quantized/PackedParams.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <type_traits>
-#include <vector>
 
+namespace hf_slospec {
 namespace {
-
-using at::Tensor;
-
-struct Quantised;
 
 // A weight [outputs, inputs] as it is, or in one of the layouts of cpu/kernels.py.
 struct Weight {
@@ -88,6 +78,12 @@ int64_t new_context(bool is_invariant) {
   return last;
 }
 
+// Returns the index in the context of a linear layer of the graph. A piece of a graph numbers its own, and has the
+// indices behind the context's id.
+int64_t index_in(const Tensor& id, int64_t index) {
+  return id.numel() > 1 ? id.const_data_ptr<int64_t>()[1 + index] : index;
+}
+
 void delete_context(int64_t id) {
   std::lock_guard<std::mutex> guard(contexts_mutex);
   contexts.erase(id);
@@ -133,56 +129,7 @@ void set_plan(int64_t id, const Tensor& sequences, const Tensor& mask, const Ten
   context_of(id)->plan = {sequences, mask, windowed_mask, positions, staged_positions};
 }
 
-// Vectors of floats, as wide as the CPU's: compilers split wider ones badly.
-#ifdef __AVX512F__
-constexpr int64_t WIDTH = 16;  // floats per vector
-#elif defined(__AVX__)
-constexpr int64_t WIDTH = 8;
-#else
-constexpr int64_t WIDTH = 4;
-#endif
 constexpr int64_t MAX_ROWS = 128;  // queries per tile
-constexpr int64_t BLOCK = 64;  // keys, or elements of values, per block of a product
-typedef float vec __attribute__((vector_size(WIDTH * sizeof(float))));
-typedef int32_t ivec __attribute__((vector_size(WIDTH * sizeof(int32_t))));
-
-inline vec load(const float* from) {
-  vec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
-
-typedef uint16_t half_vec __attribute__((vector_size(WIDTH * sizeof(uint16_t))));
-typedef uint32_t uvec __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
-
-// Returns WIDTH elements as floats.
-inline vec load(const at::BFloat16* from) {
-  half_vec halves;
-  std::memcpy(&halves, from, sizeof halves);
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const uvec bits = (uvec)_mm256_cvtepu16_epi32((__m128i)halves) << 16;  // compilers need three instructions for it
-#else
-  const uvec bits = __builtin_convertvector(halves, uvec) << 16;
-#endif
-  vec v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
-inline vec load(const at::Half* from) {
-  vec v;
-  for (int64_t i = 0; i < WIDTH; ++i) v[i] = float(from[i]);
-  return v;
-}
-
-// Returns the first n elements as floats, and zeros behind them.
-template <typename T>
-inline vec load_some(const T* from, int64_t n) {
-  if (n >= WIDTH) return load(from);
-  vec v = {};
-  for (int64_t i = 0; i < n; ++i) v[i] = float(from[i]);
-  return v;
-}
 
 // Exchanges blocks of S by S elements of two rows of a square matrix.
 template <int S>
@@ -222,86 +169,6 @@ inline vec exp_of(vec x) {
   vec power;
   std::memcpy(&power, &bits, sizeof power);
   return is_tiny < -87.0f ? vec{} : p * power;
-}
-
-// Elements of a product's factors: one float, or a pair of bf16 numbers where the CPU multiplies such pairs.
-typedef uint32_t pair;
-#ifdef __AVX512BF16__
-constexpr bool HAS_PAIRS = true;
-inline vec add_products(vec sum, pair a, vec b) {
-  const __m512i factors = _mm512_set1_epi32(int(a));
-  return _mm512_dpbf16_ps(sum, (__m512bh)factors, (__m512bh)b);
-}
-inline void store_rounded(pair* to, vec v) {
-  const __m256bh halves = _mm512_cvtneps_pbh(v);
-  std::memcpy(to, &halves, sizeof halves);
-}
-#else
-constexpr bool HAS_PAIRS = false;
-inline vec add_products(vec, pair, vec) { return vec{}; }
-inline void store_rounded(pair*, vec) {}
-#endif
-inline vec add_products(vec sum, float a, vec b) { return sum + a * b; }
-inline vec load(const pair* from) {
-  vec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-constexpr int MAX_R = 6;
-// Number of vectors of columns for R rows: of 32 registers, 24 hold sums; of 16, 12.
-constexpr int columns_of(int R) {
-  if (WIDTH == 16) return 4;
-  return R == 1 ? 8 : R <= 3 ? 4 : 2;
-}
-
-// out[r][0:BLOCK] += sum over i of a[r][i] * b[i][0:BLOCK], for R rows.
-template <int R, typename A, typename B>
-inline void add_rows(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t n, float* out,
-                     int64_t out_stride) {
-  constexpr int C = columns_of(R);
-  for (int64_t column = 0; column < BLOCK; column += C * WIDTH) {
-    vec sums[R][C];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) sums[r][c] = load(out + r * out_stride + column + c * WIDTH);
-    for (int64_t i = 0; i < n; ++i) {
-      const B* x = b + i * b_stride + column;
-      if constexpr (R < C) {  // the loop that leaves fewer vectors beside the sums in registers
-        for (int c = 0; c < C; ++c) {
-          const vec one = load(x + c * WIDTH);
-          for (int r = 0; r < R; ++r) sums[r][c] = add_products(sums[r][c], a[r * a_stride + i], one);
-        }
-      } else {
-        vec all[C];
-        for (int c = 0; c < C; ++c) all[c] = load(x + c * WIDTH);
-        for (int r = 0; r < R; ++r)
-          for (int c = 0; c < C; ++c) sums[r][c] = add_products(sums[r][c], a[r * a_stride + i], all[c]);
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) store(out + r * out_stride + column + c * WIDTH, sums[r][c]);
-  }
-}
-
-// The same for any number of rows.
-template <int R = MAX_R, typename A, typename B>
-inline void add_product(int64_t rows, const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t n, float* out,
-                        int64_t out_stride) {
-  for (; rows >= R; rows -= R, a += R * a_stride, out += R * out_stride)
-    add_rows<R>(a, a_stride, b, b_stride, n, out, out_stride);
-  if constexpr (R > 1)
-    if (rows) add_product<R - 1>(rows, a, a_stride, b, b_stride, n, out, out_stride);
-}
-
-template <typename T>
-using Element = std::conditional_t<HAS_PAIRS && std::is_same_v<T, at::BFloat16>, pair, float>;
-
-// Writes floats in their dtype.
-template <typename T>
-inline void store_as(T* to, const float* from, int64_t n) {
-  if constexpr (std::is_same_v<Element<T>, pair>)
-    for (; n >= WIDTH; n -= WIDTH, to += WIDTH, from += WIDTH) store_rounded(reinterpret_cast<pair*>(to), load(from));
-  for (int64_t i = 0; i < n; ++i) to[i] = T(from[i]);
 }
 
 // out = x @ weight.T + bias for a weight as blocks of outputs, [num_blocks, inputs / elements of E, BLOCK] in E, or in T
@@ -364,8 +231,6 @@ Tensor block_product(const Tensor& x, const Tensor& blocks, int64_t outputs, int
 // Elements of a weight's dtype that blocks keep together.
 int64_t block_elements(bool is_bf16) { return is_bf16 && HAS_PAIRS ? 2 : 1; }
 
-#include "quantised.hpp"
-
 // Quantised weights that products from Python use, by id.
 std::map<int64_t, std::shared_ptr<Quantised>> quantised_weights;
 
@@ -373,10 +238,9 @@ int64_t new_quantised(int64_t code, int64_t zero, int64_t outputs, int64_t span,
                       const Tensor& scales, const std::optional<Tensor>& steps, const std::optional<Tensor>& minima,
                       const std::optional<Tensor>& min_steps) {
   static int64_t last = 0;
-  const auto or_none = [](const std::optional<Tensor>& tensor) { return tensor.value_or(Tensor()); };
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  quantised_weights[++last] = std::make_shared<Quantised>(Quantised{
-      code, zero, outputs, span, shared, codes, scales, or_none(steps), or_none(minima), or_none(min_steps)});
+  quantised_weights[++last] =
+      make_quantised(code, zero, outputs, span, shared, codes, scales, steps, minima, min_steps);
   return last;
 }
 
@@ -404,13 +268,13 @@ void add_plain(int64_t id, int64_t index, const Tensor& weight) {
   linear_at(id, index).packed.push_back({Weight::PLAIN, weight, {}, 0, {}});
 }
 
-// Returns rows of a context's quantised weight in the dtype of `like`: [..., width].
-Tensor embedding(const Tensor& indices, const Tensor& like, const Tensor& id, int64_t index, int64_t width) {
+// Returns rows of a context's quantised weight: [..., width].
+Tensor embedding(const Tensor& indices, const Tensor& id, int64_t index, int64_t width, at::ScalarType dtype) {
   const auto context = context_of(id);
   auto sizes = indices.sizes().vec();
   sizes.push_back(width);
-  const auto& weight = context->linears.at(index).packed.at(0);
-  return quantised_rows(indices, *weight.quantised).to(like.scalar_type()).view(sizes);
+  const auto& weight = context->linears.at(index_in(id, index)).packed.at(0);
+  return quantised_rows(indices, *weight.quantised).to(dtype).view(sizes);
 }
 
 Tensor product(const Tensor& x, const Weight& weight) {
@@ -457,7 +321,7 @@ constexpr int64_t MIN_SIZE = 2;
 
 Tensor linear(const Tensor& padded, const Tensor& id, int64_t index, int64_t outputs) {
   const auto context = context_of(id);
-  const auto& linear = context->linears.at(index);
+  const auto& linear = context->linears.at(index_in(id, index));
   const bool is_single = context->plan.positions.numel() == 1 && padded.size(-2) == MIN_SIZE &&
                          padded.numel() / padded.size(-1) == MIN_SIZE;
   const Tensor x = is_single ? padded.narrow(-2, 0, 1) : padded;
@@ -760,6 +624,43 @@ Tensor attend(const Tensor& any_query, const Tensor& any_key, const Tensor& any_
   return out;
 }
 
+using Piece = torch::inductor::AOTIModelPackageLoader;
+std::map<int64_t, std::shared_ptr<Piece>> loaded_pieces;
+
+// Loads a package of torch's compiler.
+int64_t load_piece(const std::string& path) {
+  static int64_t last = 0;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 6
+  auto piece = std::make_shared<Piece>(path, "model", /*run_single_threaded=*/true);
+#else
+  auto piece = std::make_shared<Piece>(path);
+#endif
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  loaded_pieces[++last] = std::move(piece);
+  return last;
+}
+
+void delete_piece(int64_t id) {
+  std::lock_guard<std::mutex> guard(contexts_mutex);
+  loaded_pieces.erase(id);
+}
+
+// Runs the piece whose id is at numbers[0] in `pieces`, with the linear layers at the other numbers in the context.
+std::vector<Tensor> run_piece(const Tensor& id, const Tensor& pieces, at::IntArrayRef numbers, at::TensorList inputs) {
+  std::shared_ptr<Piece> piece;
+  {
+    std::lock_guard<std::mutex> guard(contexts_mutex);
+    piece = loaded_pieces.at(pieces.const_data_ptr<int64_t>()[numbers[0]]);
+  }
+  auto table = at::empty({int64_t(numbers.size())}, id.options());
+  int64_t* to = table.mutable_data_ptr<int64_t>();
+  std::copy(numbers.begin(), numbers.end(), to);
+  *to = *id.const_data_ptr<int64_t>();
+  auto arguments = inputs.vec();
+  arguments.push_back(std::move(table));
+  return piece->run(arguments);
+}
+
 }  // namespace
 
 // Functions without a backend's name serve all of them, packed weights of oneDNN and MKL included.
@@ -778,19 +679,19 @@ TORCH_LIBRARY(hf_slospec, library) {
               "Tensor? steps, Tensor? minima, Tensor? min_steps) -> int", new_quantised);
   library.def("add_quantised(int id, int index, int quantised_id) -> ()", add_quantised);
   library.def("add_plain(int id, int index, Tensor weight) -> ()", add_plain);
-  library.def("embedding(Tensor indices, Tensor like, Tensor id, int index, int width) -> Tensor");
   library.def("delete_quantised(int id) -> ()", delete_quantised);
   library.def("quantised_product(Tensor x, int id, Tensor? bias) -> Tensor", quantised_product_of);
   library.def("quantised_rows(Tensor indices, int id) -> Tensor", quantised_rows_of);
+  library.def("load_piece(str path) -> int", load_piece);
+  library.def("delete_piece(int id) -> ()", delete_piece);
   library.def("set_pool(int id, Tensor[] keys, Tensor[] values) -> ()", set_pool);
   library.def("set_plan(int id, Tensor sequences, Tensor mask, Tensor windowed_mask, Tensor positions, "
               "Tensor staged_positions) -> ()", set_plan);
-  library.def("linear(Tensor x, Tensor id, int index, int outputs) -> Tensor");
-  library.def("attend(Tensor query, Tensor key, Tensor value, Tensor id, int index, bool stages, float scaling, "
-              "int window, int chunk, float softcap, Tensor? sinks) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(hf_slospec, CPU, library) {
   library.impl("linear", linear);
   library.impl("attend", attend);
   library.impl("embedding", embedding);
+  library.impl("run_piece", run_piece);
 }
+}  // namespace hf_slospec

@@ -5,13 +5,13 @@ The library is built by this machine's C++ compiler when it is first needed.
 
 from __future__ import annotations
 
-import functools
-import os
 import platform
 import subprocess
 import sys
+import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from hf_slospec.model.batch import PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import cpu_info, kept_file
 
-SOURCE = Path(__file__).with_name("operators.cpp")
-INCLUDED = Path(__file__).with_name("quantised.hpp")
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / name for name in ("quantised.cpp", "operators.cpp")]
+INCLUDED = [FOLDER / name for name in ("quantised.hpp", "vectors.hpp")]
 # Without -ffast-math, which would make the process flush denormal numbers to zero.
 FLAGS = [
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
+    *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 ]
 BLOCK = 64  # outputs per block of a packed weight
@@ -56,10 +57,8 @@ def library_path() -> Path:
     Raises:
         OSError: the cache directory cannot be written.
     """
-    source = SOURCE.read_text() + INCLUDED.read_text()
-    return kept_file("compiled", "operators", {"source": source, **instructions()}).with_suffix(
-        ".so"
-    )
+    key = {"sources": [file.read_text() for file in SOURCES + INCLUDED], **instructions()}
+    return kept_file("compiled", "operators", key).with_suffix(".so")
 
 
 def build() -> None:
@@ -87,28 +86,41 @@ def _build(path: Path) -> None:
     openmp = next(
         (f"-l:{path.name}" for path in sorted((root / "lib").glob("libgomp*.so*"))), "-lgomp"
     )
-    partial = path.with_suffix(f".{os.getpid()}")
     target = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     include = root / "include"
     lib = root / "lib"
-    command = [
-        *(get_cpp_compiler(), *FLAGS, target),
+    compile = [
+        *(get_cpp_compiler(), *FLAGS, target, "-c"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{include}", f"-I{include}/torch/csrc/api/include", str(SOURCE), "-o", str(partial)),
-        *(f"-L{lib}", openmp, "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"),
+        *(f"-I{include}", f"-I{include}/torch/csrc/api/include"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+        objects = [Path(folder, f"{source.stem}.o") for source in SOURCES]
+        commands = [
+            [*compile, source, "-o", made] for source, made in zip(SOURCES, objects, strict=True)
+        ]
+        list(pool.map(_run, commands))
+        partial = Path(folder, path.name)
+        libraries = [f"-L{lib}", openmp, "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"]
+        _run([compile[0], "-shared", *objects, "-o", partial, *libraries])
+        partial.replace(path)
+
+
+# Shell script that runs a command. Once that or the parent process has ended, it kills what is left
+# of its process group: the compiler proper, which g++ starts.
+GUARD = """
+(while kill -0 $$ && kill -0 $PPID; do sleep 1; done; kill -KILL 0) >/dev/null 2>&1 &
+exec "$@"
+"""
+
+
+def _run(command: list[Any]) -> None:
+    done = subprocess.run(
+        ["sh", "-c", GUARD, "sh", *map(str, command)], capture_output=True, text=True,
+        timeout=COMPILE_S, check=False, start_new_session=True,
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed: {done.stderr[-2000:]}")
-    partial.replace(path)
-
-
-@functools.cache
-def _load(path: Path) -> None:
-    torch.ops.load_library(path)
-    torch.library.register_fake("hf_slospec::linear", _traced_linear)
-    torch.library.register_fake("hf_slospec::attend", _traced_attend)
-    torch.library.register_fake("hf_slospec::embedding", _traced_embedding)
 
 
 def _traced_linear(x: torch.Tensor, id: torch.Tensor, index: int, outputs: int) -> torch.Tensor:
@@ -122,9 +134,28 @@ def _traced_attend(
 
 
 def _traced_embedding(
-    indices: torch.Tensor, like: torch.Tensor, id: torch.Tensor, index: int, width: int
+    indices: torch.Tensor, id: torch.Tensor, index: int, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    return like.new_empty(*indices.shape, width)
+    return id.new_empty(*indices.shape, width, dtype=dtype)
+
+
+# Operators of graphs, with what they return while they are traced. Defined here, as graphs are
+# traced and compiled while the library is built.
+TRACED: dict[str, Callable[..., torch.Tensor]] = {
+    "linear(Tensor x, Tensor id, int index, int outputs) -> Tensor": _traced_linear,
+    "attend(Tensor query, Tensor key, Tensor value, Tensor id, int index, bool stages, "
+    "float scaling, int window, int chunk, float softcap, Tensor? sinks) -> Tensor": _traced_attend,
+    "embedding(Tensor indices, Tensor id, int index, int width, ScalarType dtype) -> Tensor": (
+        _traced_embedding
+    ),
+}
+_definitions = torch.library.Library("hf_slospec", "FRAGMENT")
+_definitions.define(
+    "run_piece(Tensor id, Tensor pieces, int[] numbers, Tensor[] inputs) -> Tensor[]"
+)
+for _schema, _traced in TRACED.items():
+    _definitions.define(_schema)
+    torch.library.register_fake(f"hf_slospec::{_schema.partition('(')[0]}", _traced)
 
 
 def load() -> None:
@@ -134,7 +165,7 @@ def load() -> None:
         OSError: the library is missing, or cannot be loaded.
     """
     with _loading:
-        _load(library_path())
+        torch.ops.load_library(library_path())
 
 
 def why_unsupported() -> str | None:
@@ -237,6 +268,33 @@ class Context:
             operators.set_pool(self._id, pool.keys, pool.values)
             self._pool = weakref.ref(pool)
         operators.set_plan(self._id, *plan_for_operators(batch))
+
+
+class LoadedGraph:
+    """A graph in TorchScript, with its compiled pieces."""
+
+    def __init__(self, script: str, pieces: Sequence[str]):
+        """Load the pieces; the library must be loaded.
+
+        Args:
+            script: its text; see ``pieces.Graph``.
+            pieces: paths of the packages.
+
+        Raises:
+            RuntimeError: the text or a package cannot be loaded.
+        """
+        self._function = torch.jit.CompilationUnit(script).forward
+        ids = list(map(torch.ops.hf_slospec.load_piece, pieces))
+        self._pieces = torch.tensor(ids, device="cpu")
+        for id in ids:
+            weakref.finalize(self, torch.ops.hf_slospec.delete_piece, id)
+
+    @torch.no_grad()
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Return the graph's outputs."""
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            outputs: list[torch.Tensor] = self._function(*inputs, self._pieces)
+        return outputs
 
 
 def plan_for_operators(batch: PackedBatch) -> tuple[torch.Tensor, ...]:

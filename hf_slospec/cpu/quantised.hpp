@@ -2,7 +2,8 @@
 //
 // A weight is code * scale - minimum. Codes are decoded in registers, once for several rows, and multiplied as they are:
 // in pairs of bf16 where the CPU has such products and the input is bf16, else in fp32. Sums of one span of inputs are
-// multiplied by its scale in fp32, so that nothing but the input is rounded.
+// multiplied by its scale in fp32, so that nothing but the input is rounded. For many rows, weights are dequantised in the
+// input's dtype.
 #pragma once
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
@@ -26,7 +27,7 @@ struct Quantised {
   int64_t code;     // a Code
   int64_t zero;     // code of the value 0; codes of 8 bits are signed
   int64_t outputs;
-  int64_t span;     // inputs per scale, 16 or 32
+  int64_t span;     // inputs per scale: 32, or 16 of codes of 6 bits
   int64_t shared;   // spans per factor of `scales`, with which each `steps` entry is multiplied
   Tensor codes;     // [num_blocks, num_groups, bytes] uint8
   Tensor scales;    // [num_blocks, num_spans / shared, LANES] fp32 or fp16
@@ -207,12 +208,10 @@ inline void block_rows(const Quantised& weight, const E* x, int64_t x_stride, co
       }
     };
     constexpr int SIZE = IS_PAIR ? 2 : 1;
-    if (weight.span == GROUP)
+    if (C != SIX || weight.span == GROUP)
       add(0, std::integral_constant<int, GROUP / SIZE>());
-    else if (in_group)
-      add(GROUP / 2 / SIZE, std::integral_constant<int, GROUP / 2 / SIZE>());
-    else
-      add(0, std::integral_constant<int, GROUP / 2 / SIZE>());
+    else if constexpr (C == SIX)
+      add(in_group / SIZE, std::integral_constant<int, GROUP / 2 / SIZE>());
     for (int64_t v = 0; v < VECTORS; ++v) {
       const vec scale = scales.at(block, span, v);
       for (int r = 0; r < R; ++r) {
@@ -231,6 +230,13 @@ inline void block_rows(const Quantised& weight, const E* x, int64_t x_stride, co
 }
 
 constexpr int MAX_QUANTISED_ROWS = WIDTH == 16 ? 8 : 4;
+// Where other kernels serve the rows that matter, fewer numbers of rows have one of their own, as each takes the
+// compiler half a second.
+#ifdef HAS_TILES
+constexpr bool HAS_FEW_SIZES = true;
+#else
+constexpr bool HAS_FEW_SIZES = false;
+#endif
 
 // The same for any number of rows.
 template <int C, int R = MAX_QUANTISED_ROWS, typename E>
@@ -239,7 +245,7 @@ inline void block_products(const Quantised& weight, int64_t rows, const E* x, in
   for (; rows >= R; rows -= R, x += R * x_stride, out += R * LANES, input_sums += R * sum_stride)
     block_rows<C, R>(weight, x, x_stride, input_sums, sum_stride, block, out);
   if constexpr (R > 1)
-    if (rows) block_products<C, R - 1>(weight, rows, x, x_stride, input_sums, sum_stride, block, out);
+    if (rows) block_products<C, HAS_FEW_SIZES ? R / 2 : R - 1>(weight, rows, x, x_stride, input_sums, sum_stride, block, out);
 }
 
 // to[0:inputs][0:LANES] = the weights of a block, rounded to E; rows of `to` are BLOCK apart.
@@ -336,12 +342,10 @@ void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t
       using Whole = std::integral_constant<int, GROUP / 2>;
       using Half = std::integral_constant<int, GROUP / 4>;
       using Zero = std::integral_constant<int, 0>;
-      if (weight.span == GROUP)
+      if (C != SIX || weight.span == GROUP)
         decode(b, Zero(), Whole());
-      else if (span % 2)
-        decode(b, Half(), Half());
-      else
-        decode(b, Zero(), Half());
+      else if constexpr (C == SIX)
+        span % 2 ? decode(b, Half(), Half()) : decode(b, Zero(), Half());
     }
     finish_stores();
     // Tiles have numbers that are known when this is compiled.

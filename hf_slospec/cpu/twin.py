@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram, export
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu.joined_linears import join_linears
+from hf_slospec.cpu.pieces import MAX_TOKENS, MIN_SIZE
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.model.attention.hook import AttentionHook, Positions, run_model
 from hf_slospec.model.batch import AttentionLayer, AttentionRules
@@ -35,9 +36,6 @@ SETTINGS = (bool, int, float, str, tuple)  # types of the modules' attributes th
 # Attributes that are not compared; the config is compared separately, without the model's path.
 UNREAD = NOT_SETTINGS | {"config", "name_or_path"}
 LINEAR = (nn.Linear, Conv1D)  # classes of layers that the `linear` operator replaces
-# Numbers of tokens and of logits that a graph takes; for 1, the compiler would make another graph.
-MIN_SIZE = 2
-MAX_TOKENS = 2**20
 TRACED_TOKENS = 7
 TRACED_LOGITS = 5
 LORA = "peft.tuners.lora.layer.Linear"
@@ -62,6 +60,7 @@ class GraphDescription:
     # Name of a module's attribute -> repr of its value; None unless the class is this package's.
     settings: dict[str, str] | None
     quantised: frozenset[str] = frozenset()  # names of tensors that stay packed
+    is_invariant: bool = False  # a token's bits must not depend on the number of tokens
     modules_only: bytes | None = None  # the pickled modules without weights, if there are settings
 
     @classmethod
@@ -131,6 +130,7 @@ class GraphDescription:
             "settings": self.settings,
             "lora": self.lora,
             "quantised": sorted(self.quantised),
+            "is_invariant": self.is_invariant,
         }
 
 
@@ -209,14 +209,6 @@ class _ModulesPickler(pickle.Pickler):
 def _on_meta(is_parameter: bool, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-
-
-@dataclass(frozen=True)
-class Interface:
-    """Names of the model's weights and layers that a compiled graph refers to."""
-
-    weights: list[str]  # parameters and buffers, in the order of the graph's inputs
-    linears: list[list[str]]  # layers that each `linear` operator computes, by its index
 
 
 class TracedForward(AttentionHook):
@@ -305,7 +297,7 @@ class _TracedEmbedding(nn.Embedding):
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         own = vars(self)
         rows: torch.Tensor = torch.ops.hf_slospec.embedding(
-            indices, self.weight, own["step"].traced.context, own["index"], self.embedding_dim
+            indices, own["step"].traced.context, own["index"], self.embedding_dim, self.weight.dtype
         )
         return rows
 
@@ -398,8 +390,14 @@ class _Step(nn.Module):
 
 
 @torch.no_grad()
-def export_graph(description: GraphDescription) -> tuple[ExportedProgram, Interface]:
-    """Return the graph of a model's packed forward; the operators' library must be loaded.
+def export_graph(
+    description: GraphDescription,
+) -> tuple[ExportedProgram, list[str], list[list[str]]]:
+    """Return the graph of a model's packed forward; the operators must be defined.
+
+    Returns:
+        The graph, the names of the weights among its inputs, and the names of the layers that each
+        of its ``linear`` operators computes.
 
     Raises:
         Exception: the model cannot be traced; torch raises errors of many classes.
@@ -425,4 +423,4 @@ def export_graph(description: GraphDescription) -> tuple[ExportedProgram, Interf
     )
     shapes = {1: tokens}, {1: tokens}, {0: logits}, None, [None] * len(weights)
     program = export(step, arguments, dynamic_shapes=shapes, strict=False)
-    return program, Interface(step.weights, join_linears(program, step.linears))
+    return program, step.weights, join_linears(program, step.linears)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,3 +233,19 @@ def test_the_library_leaves_denormal_numbers_alone():
         "assert (torch.tensor([1e-40]) * 1).item() > 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_cpp_compiler_ends_with_the_process_that_started_it(tmp_path):
+    """g++ starts other processes, which it leaves behind if it is killed."""
+    started = tmp_path / "pid"
+    command = "sh", "-c", f"sleep 3600 & echo $! > {started}.new; mv {started}.new {started}; wait"
+    code = (
+        "import subprocess\n"
+        f"subprocess.run(['sh', '-c', {operators.GUARD!r}, 'sh', *{command!r}], start_new_session=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        while not started.exists():
+            time.sleep(0.1)
+        parent.kill()
+    while Path(f"/proc/{int(started.read_text())}").exists():
+        time.sleep(0.1)
