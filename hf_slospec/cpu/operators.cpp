@@ -332,12 +332,15 @@ Tensor linear(const Tensor& padded, const Tensor& id, int64_t index, int64_t out
   const auto& weights = packs ? linear.packed : linear.plain;
   auto joined = products(x, weights);
   TORCH_CHECK(joined.size(-1) == outputs, "linear layer ", index, " has ", joined.size(-1), " outputs, not ", outputs);
-  if (is_single) {
-    auto sizes = padded.sizes().vec();
-    sizes.back() = outputs;
-    joined = joined.expand(sizes);
-  }
-  return joined.contiguous();
+  joined = joined.contiguous();
+  if (!is_single) return joined;
+  auto sizes = padded.sizes().vec();
+  sizes.back() = outputs;
+  auto copies = at::empty(sizes, joined.options());
+  for (int64_t row = 0; row < MIN_SIZE; ++row)
+    std::memcpy(static_cast<char*>(copies.mutable_data_ptr()) + row * joined.nbytes(), joined.const_data_ptr(),
+                joined.nbytes());
+  return copies;
 }
 
 // Some tokens of one sequence.

@@ -211,7 +211,8 @@ inline void block_rows(const Quantised& weight, const E* x, int64_t x_stride, co
     if (C != SIX || weight.span == GROUP)
       add(0, std::integral_constant<int, GROUP / SIZE>());
     else if constexpr (C == SIX)
-      add(in_group / SIZE, std::integral_constant<int, GROUP / 2 / SIZE>());
+      in_group ? add(GROUP / 2 / SIZE, std::integral_constant<int, GROUP / 2 / SIZE>())
+               : add(0, std::integral_constant<int, GROUP / 2 / SIZE>());
     for (int64_t v = 0; v < VECTORS; ++v) {
       const vec scale = scales.at(block, span, v);
       for (int r = 0; r < R; ++r) {
@@ -522,9 +523,9 @@ Tensor quantised_product(const Tensor& x, const std::vector<const Quantised*>& w
     const int64_t width = weight->codes.size(1) * GROUP;
     TORCH_CHECK(inputs == width, "a product of ", x.sizes(), " with a quantised weight of ", width, " inputs");
     outputs += weight->outputs, num_blocks += weight->codes.size(0);
-    sums.push_back(!weight->minima.defined()
-                       ? at::empty({0}, at::kFloat)
-                       : x.to(at::kFloat).reshape({num_rows, inputs / weight->span, weight->span}).sum(-1));
+    sums.emplace_back();
+    if (weight->minima.defined())
+      sums.back() = x.to(at::kFloat).reshape({num_rows, inputs / weight->span, weight->span}).sum(-1);
   }
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
@@ -541,7 +542,7 @@ Tensor quantised_product(const Tensor& x, const std::vector<const Quantised*>& w
         const auto& weight = *weights[i];
         const int64_t from = std::max<int64_t>(begin - first, 0), to = std::min(end - first, weight.codes.size(0));
         const Rows<T> rows{static_cast<const E*>(factors.const_data_ptr()), num_rows, width,
-                           sums[i].const_data_ptr<float>(), inputs / weight.span,
+                           sums[i].defined() ? sums[i].const_data_ptr<float>() : nullptr, inputs / weight.span,
                            bias ? biases.const_data_ptr<T>() + column : nullptr, out.mutable_data_ptr<T>() + column,
                            outputs, weight.outputs};
         if (from < to) with_code(weight.code, [&](auto code) { multiply_range<code.value>(weight, rows, from, to); });

@@ -30,6 +30,7 @@ class QuantisedWeight(torch.Tensor):
             cls, (matrix.outputs, matrix.inputs), dtype=dtype, device=torch.device("cpu")
         )
         made.matrix = matrix
+        vars(made).update(matrix.tensors)
         return made
 
     @property
@@ -49,13 +50,6 @@ class QuantisedWeight(torch.Tensor):
         cls, tensors: Mapping[str, torch.Tensor], context: Any, *_: Any
     ) -> QuantisedWeight:
         return cls(*context)
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        try:
-            tensor: torch.Tensor = self.__dict__["matrix"].tensors[name]
-            return tensor
-        except KeyError:
-            raise AttributeError(name) from None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = QuantisedWeight(self.matrix, self.dtype)  # codes are never written

@@ -80,7 +80,9 @@ def component_reader(weight: torch.Tensor) -> Callable[[Any], tuple[torch.Tensor
     objects of the same library (the ``quant_state`` of bitsandbytes). The function raises
     AttributeError for a weight without these attributes.
     """
-    names = () if type(weight) in PLAIN else _component_names(weight, {id(weight)})
+    names = [] if type(weight) in PLAIN else list(_component_names(weight, {id(weight)}))
+    if hasattr(weight, "__tensor_flatten__") and len(names) > 1:
+        return operator.attrgetter(*names)  # in C, as weights are read in every step
     readers = [operator.attrgetter(name) for name in names]
     has_storage = not hasattr(weight, "__tensor_flatten__")
     return lambda weight: (*((weight,) if has_storage else ()), *(read(weight) for read in readers))
