@@ -664,7 +664,7 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
             return outputs
         settings = {name: value for name, value in settings.items() if name not in OF_GENERATE}
         mask = settings.pop("attention_mask", None)
-        if mask is not None and not bool(torch.as_tensor(mask).all()):
+        if mask is not None and not bool(torch.as_tensor(mask, device="cpu").all()):
             raise InvalidInputError(
                 "attention_mask masks tokens, and generate_batch takes prompts without padding; pass lists of "
                 "different lengths"
