@@ -24,6 +24,8 @@ CONSTANTS = "spec-bench-smollm2-135m-constants-cpu-2core-bf16.json"
 REAL_LOAD = "serving-load-smollm2-135m-cpu-2core-bf16.json"
 FIRST_CALL = "first-call-smollm2-135m-cpu-2core-bf16.json"
 REAL_PEERS = "peers-smollm2-135m-cpu-2core-bf16.json"
+QUANTISED_PEERS = "peers-quantised-smollm2-135m-cpu-2core-amx.json"
+QUANTISED_PEERS_8 = "peers-quantised-smollm2-135m-batch8-cpu-2core-amx.json"
 GPU = "gpu-check-h100-8b-batch1.json", "gpu-check-h100-8b-batches-8-64.json"
 GPU_ALL = "gpu-check-h100-8b.json"  # all methods at batch 1
 EXACT_BITS = "exact-bits-smollm2-135m-cpu-2core.json"
@@ -312,7 +314,22 @@ PEER = "batch | engine | of stock, fp32 | hf_slospec is | lowest-highest repeat 
 @table
 def peers_checkpoint() -> str:
     """Contestants of all groups by task; what is in every group is listed once for each."""
-    rows = result(REAL_PEERS)["summary"]
+    return _by_task(REAL_PEERS)
+
+
+@table
+def peers_quantised() -> str:
+    """Contestants with quantised weights by task."""
+    return _by_task(QUANTISED_PEERS)
+
+
+@table
+def peers_quantised_batch8() -> str:
+    return _by_task(QUANTISED_PEERS_8)
+
+
+def _by_task(file: str) -> str:
+    rows = result(file)["summary"]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
     for batch, group, name in sorted(

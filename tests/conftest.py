@@ -44,7 +44,7 @@ def pytest_configure(config):
     is_distributing = getattr(config.option, "numprocesses", None) and "cpu" not in BLOCKED
     if is_distributing and "PYTEST_XDIST_WORKER" not in os.environ:
         code = "from hf_slospec.cpu import operators; operators.build()"
-        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        config.library = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
 
 
 # Files that take longest: one that begins last would leave the other workers idle.
