@@ -9,7 +9,7 @@ import torch
 
 class TokenLogprobs(NamedTuple):
     """Log probabilities of a committed token and of the most probable tokens at its position,
-    before logits processors unless :attr:`Record.is_processed` was set.
+    before logits processors unless ``Record.is_processed`` was set.
     """
 
     logprob: float
