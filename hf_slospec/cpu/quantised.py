@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 LANES = 16  # outputs per block
 GROUP = 32  # inputs whose codes are stored together
+DTYPES = torch.float32, torch.float16, torch.bfloat16  # of the inputs of products
 FLOAT8 = 9  # value of Codes.bits
 NAMES = {4: "4 bits", 5: "5 bits", 6: "6 bits", 8: "8 bits", FLOAT8: "float8"}  # by Codes.bits
 
@@ -124,7 +125,7 @@ def _joined(shifted: torch.Tensor, num_vectors: int) -> torch.Tensor:
 
 def quantise(weight: torch.Tensor, bits: int) -> Codes:
     """Quantise a weight [outputs, inputs] to 8 or 4 bits, with a scale for every 32 inputs of an
-    output, as GGUF's types Q8_0 and Q4_0 do.
+    output, in fp16 if that can hold them, as GGUF's types Q8_0 and Q4_0 do.
 
     Raises:
         OverflowError: the number of inputs is no multiple of 32.
@@ -136,9 +137,16 @@ def quantise(weight: torch.Tensor, bits: int) -> Codes:
     if bits == 8:
         scales = groups.abs().amax(-1) / 127
         codes = (groups / scales[..., None].clamp(min=1e-30)).round().clamp(-127, 127)
-        return Codes(8, codes.to(torch.int8).view(outputs, inputs), scales.half())
+        return Codes(8, codes.to(torch.int8).view(outputs, inputs), _in_fp16(scales))
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # with its sign
     scales = largest / -8  # the largest one gets the code 0
     inverse = torch.where(scales == 0, 0, 1 / scales)
     codes = (groups * inverse + 8.5).floor().clamp(0, 15)
-    return Codes(4, codes.to(torch.uint8).view(outputs, inputs), scales[..., 0].half(), zero=8)
+    return Codes(4, codes.to(torch.uint8).view(outputs, inputs), _in_fp16(scales[..., 0]), zero=8)
+
+
+def _in_fp16(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in fp16, or as they are if they are too large or too small for it."""
+    halves = scales.half()
+    error = torch.linalg.norm(halves.float() - scales)
+    return halves if error <= 1e-3 * torch.linalg.norm(scales) else scales

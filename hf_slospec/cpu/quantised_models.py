@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.formats import codes_of_torchao, gguf_file, gguf_weights
-from hf_slospec.cpu.quantised import GROUP, NAMES, Codes, QuantisedMatrix, quantise
+from hf_slospec.cpu.quantised import DTYPES, GROUP, NAMES, Codes, QuantisedMatrix, quantise
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.errors import InvalidFileError, UnsupportedOptionError
 from hf_slospec.model.host_memory import return_freed_memory
@@ -41,8 +42,8 @@ def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
     "int8" or "int4", the weights of linear layers are quantised, and embeddings that share them.
 
     Raises:
-        InvalidFileError: ``config.weights`` is a file that is missing, or has no weight of the
-            model.
+        InvalidFileError: ``config.weights`` is a file that is missing, cannot be read, or has no
+            weight of the model.
         UnsupportedOptionError: ``config.weights`` is not "auto", and cannot be had for this model,
             with these settings, or on this system.
     """
@@ -56,14 +57,20 @@ def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
         sources = _stored(model, gguf_file(model) if asked == "auto" else asked)
         if config.compile and config.exact is None:
             _warn_of_others(model, sources)
-    if not sources:
-        return
-    if (why_not := _why_not(config)) is not None:
-        if asked != "auto":
-            raise UnsupportedOptionError(f"weights={asked!r} is not possible: {why_not}")
-        return
-    _replace(model, sources)
-    if asked.endswith(".gguf") and not any(map(_is_packed, model.parameters())):
+    if sources:
+        if (why_not := _why_not(config)) is not None:
+            if asked != "auto":
+                raise UnsupportedOptionError(f"weights={asked!r} is not possible: {why_not}")
+            return
+        _replace(model, sources)
+    is_packed = any(map(_is_packed, model.parameters()))
+    if asked in BITS and not is_packed:
+        logger.warning(
+            "weights=%r quantises no layer of %s: it has no linear layers of %d inputs or a multiple "
+            "in fp32, fp16 or bf16",
+            *(asked, type(model).__name__, GROUP),
+        )
+    if asked.endswith(".gguf") and not is_packed:
         raise InvalidFileError(
             f"weights={asked!r}: none of the model's weights are those of the file, from which the "
             "model must have been loaded, by from_pretrained(folder, gguf_file=...)"
@@ -104,11 +111,14 @@ def _stored(model: nn.Module, file: str | None) -> Sources:
     """Return the weights of torchao's classes, and those of a GGUF file.
 
     Raises:
-        InvalidFileError: there is no such file.
+        InvalidFileError: there is no such file, or it cannot be read.
     """
     if file is not None and not Path(file).is_file():
         raise InvalidFileError(f"weights={file!r}: there is no such file")
-    of_file = {} if file is None else gguf_weights(model, file)
+    try:
+        of_file = {} if file is None else gguf_weights(model, file)
+    except (ValueError, KeyError, struct.error) as error:  # of the libraries that read it
+        raise InvalidFileError(f"weights={file!r} cannot be read: {error}") from error
     found: Sources = {}
     for name, _, weight in _weights(model):
         if _is_packed(weight) or id(weight) in found:
@@ -143,6 +153,8 @@ def _packed(read: Callable[..., Any], *arguments: Any) -> QuantisedMatrix:
 def _unchanged(weight: torch.Tensor, read: Callable[[], Codes]) -> QuantisedMatrix | None:
     """Return a packed weight; None if it has been changed since it was read from its file."""
     matrix = _packed(read)
+    if weight.shape != (matrix.outputs, matrix.inputs):
+        return None
     tolerance = 4 * torch.finfo(weight.dtype).eps
     for begin in range(0, len(weight), ROWS):
         part = weight.detach()[begin : begin + ROWS].float()
@@ -166,7 +178,7 @@ def _quantising(model: nn.Module, bits: int) -> Sources:
                 f"{name} is quantised already, so that it cannot be quantised to {bits} bits; "
                 "load the model again without quantised weights, or leave out weights="
             )
-        is_dense = type(weight) is nn.Parameter and weight.is_floating_point()
+        is_dense = type(weight) is nn.Parameter and weight.dtype in DTYPES
         if type(layer) is nn.Linear and is_dense and weight.shape[1] % GROUP == 0:
             found[id(weight)] = weight, functools.partial(_packed, quantise, weight, bits)
     return found

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hf_slospec.cpu.quantised import NAMES, QuantisedMatrix
+from hf_slospec.cpu.quantised import DTYPES, NAMES, QuantisedMatrix
+from hf_slospec.errors import UnsupportedOptionError
 
 aten = torch.ops.aten
+_DATA: Any = torch.Tensor.data
 
 
 class QuantisedWeight(torch.Tensor):
@@ -63,11 +65,17 @@ class QuantisedWeight(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.linear and type(args[0]) is not cls:
             input, weight, bias = (*args, kwargs.get("bias"))[:3]
-            if type(weight) is cls and input.device.type == "cpu":
+            is_packable = input.device.type == "cpu" and input.dtype in DTYPES
+            if type(weight) is cls and is_packable:
                 return weight.matrix(input, bias)
         if func is F.embedding and type(args[1]) is cls:
             return args[1].matrix.rows(args[0]).to(args[1].dtype)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if func == _DATA.__get__:
+            return args[0].detach()  # torch's own would be without a matrix
+        if func in (_DATA.__set__, torch.Tensor.__setitem__) and type(args[0]) is cls:
+            raise _written(func.__name__)
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -80,7 +88,19 @@ class QuantisedWeight(torch.Tensor):
         if func is aten._to_copy.default and (device is None or torch.device(device).type == "cpu"):
             return cls(args[0].matrix, kwargs.get("dtype") or args[0].dtype)
 
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if type(value) is cls and argument.alias_info and argument.alias_info.is_write:
+                raise _written(str(func.overloadpacket))
+
         def plain(value: Any) -> Any:
             return value.matrix.dequantised().to(value.dtype) if type(value) is cls else value
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _written(operation: str) -> UnsupportedOptionError:
+    return UnsupportedOptionError(
+        f"{operation} cannot write to a weight that stays packed; set a dense one in its place, "
+        "layer.weight = torch.nn.Parameter(values), or load the model again with "
+        "SLOSpecConfig(weights='keep')"
+    )

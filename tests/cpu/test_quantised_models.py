@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,7 @@ from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.errors import InvalidFileError
 from tests.support.stock_matrix import model_of
 from tests.support.toys.gguf_files import write_gguf
-from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_copy
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_copy
 
 EAGER = dict(compile=False)
 
@@ -213,3 +214,71 @@ def test_weights_of_torchao_are_read_once(monkeypatch):
     )
     SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(**EAGER))
     assert len(read) == len(packed_weights(model)) == len(set(map(id, read))) > 0
+
+
+def test_writes_to_packed_weights_are_refused():
+    """Such a write would be lost: operators get a dequantised copy."""
+    model = tiny_copy("llama")
+    pack_weights(model, SLOSpecConfig(weights="int8", **EAGER))
+    weight = model.lm_head.weight
+    writes = {
+        "mul_": lambda: weight.mul_(2),
+        "zero_": lambda: nn.init.zeros_(weight),
+        "copy_": lambda: weight.data.copy_(torch.zeros(weight.shape)),
+        "add_": lambda: weight.data.add_(1),
+        "__set__": lambda: setattr(weight, "data", torch.zeros(weight.shape)),
+        "__setitem__": lambda: weight.__setitem__(0, 0),
+    }
+    for name, write in writes.items():
+        with torch.no_grad(), pytest.raises(UnsupportedOptionError, match=f"{name} cannot write"):
+            write()
+    with pytest.raises(RuntimeError, match="set a dense one in its place"):
+        model.load_state_dict(tiny_copy("llama").state_dict())
+
+
+def test_other_operators_return_plain_tensors():
+    layer = nn.Linear(64, 40)
+    pack_weights(layer, SLOSpecConfig(weights="int8", **EAGER))
+    weight = layer.weight
+    dense = weight.matrix.dequantised()
+    assert torch.equal(weight * 2 + 1, dense * 2 + 1)
+    assert torch.equal(weight.T[3:].contiguous(), dense.T[3:])
+    assert weight.data.norm() == dense.norm()
+    x = torch.randn(3, 64, dtype=torch.float64)
+    bias = layer.bias.double()
+    torch.testing.assert_close(layer.double()(x), nn.functional.linear(x, dense.double(), bias))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("factor", [1e-7, 1e7])
+def test_scales_that_fp16_does_not_hold(weights, factor):
+    layer = nn.Linear(64, 40)
+    before = layer.weight.detach().mul_(factor).clone()
+    pack_weights(layer, SLOSpecConfig(weights=weights, **EAGER))
+    error = (layer.weight.matrix.dequantised() - before).norm() / before.norm()
+    assert error < {"int8": 0.01, "int4": 0.12}[weights]
+
+
+def test_nothing_to_quantise_is_reported(caplog):
+    for layer in (nn.Linear(40, 64), nn.Linear(64, 64).double()):
+        caplog.clear()
+        pack_weights(layer, SLOSpecConfig(weights="int8", **EAGER))
+        assert "quantises no layer of Linear" in caplog.text
+        assert type(layer.weight) is nn.Parameter
+
+
+def test_files_that_are_not_those_of_the_model(tmp_path):
+    (tmp_path / "text.gguf").write_bytes(b"text" * 100)
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    for name in ("text", "empty"):
+        with pytest.raises(InvalidFileError, match=f"{name}.gguf' cannot be read"):
+            pack_weights(tiny_copy("llama"), SLOSpecConfig(weights=f"{tmp_path}/{name}.gguf"))
+    write_gguf(model_of("llama"), tmp_path / "other.gguf", "Q8_0")
+    narrow = {"hidden_size": 32, "intermediate_size": 64}
+    name, settings = FAMILIES["llama"]
+    model = getattr(transformers, name)(**settings | narrow)
+    with pytest.raises(InvalidFileError, match="none of the model's weights"):
+        pack_weights(
+            AutoModelForCausalLM.from_config(model),
+            SLOSpecConfig(weights=str(tmp_path / "other.gguf"), **EAGER),
+        )
