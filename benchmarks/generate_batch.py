@@ -29,9 +29,9 @@ from transformers import (
 )
 
 import hf_slospec
+from benchmarks.spec_bench import QUESTIONS, questions_of
 from hf_slospec.cli.benchmark import provenance
 
-DATA = Path(__file__).parent / "data" / "spec_bench.jsonl"
 SEED = 100
 OURS, BATCHES, GENERATE = "hf_slospec", "stock generate_batch", "stock generate"
 WAYS: dict[str, dict[str, Any]] = {
@@ -44,20 +44,14 @@ Rows = list[list[int]]
 
 def prompts_of(tokenizer: Any, number: int, max_tokens: int) -> Rows:
     """Return the token ids of chats that begin with questions of all categories in turn."""
-    by_category: dict[str, list[str]] = {}
-    for line in DATA.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        by_category.setdefault(row["category"], []).append(row["turns"][0])
     prompts: Rows = []
-    for place in range(max(map(len, by_category.values()))):
-        for texts in by_category.values():
-            if place < len(texts):
-                chat = [{"role": "user", "content": texts[place]}]
-                encoded = tokenizer.apply_chat_template(
-                    chat, add_generation_prompt=True, return_dict=True
-                )
-                if len(encoded["input_ids"]) <= max_tokens:
-                    prompts.append(encoded["input_ids"])
+    questions = questions_of(QUESTIONS, sys.maxsize)
+    # A name has the question's place in its category, and its number.
+    for question in sorted(questions, key=lambda each: [*map(int, each.name.split())]):
+        chat = [{"role": "user", "content": question.turns[0]}]
+        encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+        if len(encoded["input_ids"]) <= max_tokens:
+            prompts.append(encoded["input_ids"])
     return prompts[:number]
 
 

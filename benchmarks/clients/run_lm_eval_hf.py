@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout is what is tried
 
 import hf_slospec
+from benchmarks.spec_bench import QUESTIONS, questions_of
 from hf_slospec.cli.benchmark import provenance
 
-DATA = Path(__file__).resolve().parents[1] / "data" / "spec_bench.jsonl"
 CATEGORY = "math_reasoning"
 TASK = """task: slospec_maths
 dataset_path: json
@@ -76,9 +76,8 @@ def main() -> int:
     options = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
-    rows = map(json.loads, DATA.read_text(encoding="utf-8").splitlines())
-    questions = [row["turns"][0] for row in rows if row["category"] == CATEGORY]
-    questions = questions[: options.questions]
+    asked = questions_of(QUESTIONS, options.questions)
+    questions = [each.turns[0] for each in asked if each.category == CATEGORY]
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "questions.jsonl"
         data.write_text("".join(json.dumps({"question": one}) + "\n" for one in questions))
