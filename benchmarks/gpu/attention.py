@@ -32,7 +32,7 @@ from hf_slospec.model.batch import AttentionRules, CachedSequence, PackedBatch, 
 from hf_slospec.model.tree_mask import causal_mask
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-TOLERANCE = 1.6e-2  # of the largest value, as in the tests
+TOLERANCE = 1.6e-2  # share of the largest value, as in the tests
 NUM_EAGER = 3  # runs, where nothing can be captured
 
 
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
     requests: int
     keys: int  # committed tokens of each
-    nodes: int  # of each; a tree of two branches, or a chunk of a prompt
+    nodes: int  # per request; a tree of two branches, or a chunk of a prompt
     is_chunk: bool = False
 
 

@@ -11,13 +11,13 @@ from benchmarks.gpu.contestants import COMPILED
 from benchmarks.gpu.variants import CONSTANTS
 from hf_slospec.cli.benchmark import OURS, WITHOUT_DRAFTS
 
-DRAFTS_GAIN = {1: 1.8, 8: 1.6, 64: 1.3}  # of no drafts, by batch
-ENOUGH = 0.98  # of the better of no drafts and the best constant
-COMPILED_GAIN = 2.0  # of compiled stock at batch 8
+DRAFTS_GAIN = {1: 1.8, 8: 1.6, 64: 1.3}  # speed as a multiple of that without drafts, by batch
+ENOUGH = 0.98  # share of the speed of the better of no drafts and the best constant
+COMPILED_GAIN = 2.0  # speed as a multiple of that of compiled stock at batch 8
 FLOOR = 1.25  # times the time to read the weights
-MEMORY = 1.3  # of compiled stock's extra memory at batch 64
+MEMORY = 1.3  # multiple of compiled stock's extra memory at batch 64
 HALF, ATTAINED = 0.5, 0.85  # where no drafts attain so few, auto attains so many
-SELF_SPEED = 0.7  # of the default mode
+SELF_SPEED = 0.7  # share of the default mode's speed
 
 
 class Goal(NamedTuple):

@@ -30,8 +30,8 @@ from hf_slospec.cli.benchmark import OURS, PLAIN
 ROOT = Path(__file__).parents[2]
 TOTAL_S = 640.0
 MIN_LEFT_S = 20.0  # no part begins with less
-OWN_SHARE = 0.85  # of its limit, in which a part begins new measurements
-MAX_LINES = 30  # of a failed part's output that are kept
+OWN_SHARE = 0.85  # share of its limit in which a part begins new measurements
+MAX_LINES = 30  # lines of a failed part's output that are kept
 HEAD_METHODS = (
     PLAIN, OURS, *(f"{OURS}, {name}" for name in (
         "no drafts", "chain of 2", "chain of 4", "chain of 8", "chain of 16", "tree of 8", "tree of 16",

@@ -28,7 +28,7 @@ MAX_INTERPRETED = 0.125
 MIN_SIZE = 2
 MAX_TOKENS = 2**20
 SIZE = torch.ops.aten.sym_size.int
-CHECK = torch.ops.aten._assert_tensor_metadata.default  # of what the compiler knows
+CHECK = torch.ops.aten._assert_tensor_metadata.default  # checks what the compiler knows
 # Patterns in the Python text of a graph, and what TorchScript has in their place.
 PYTHON = {
     r"forward\(self, ": "forward(",
@@ -72,7 +72,7 @@ class Piece:
         for node in nodes:
             copied = copy(node)
             if table in copied.all_input_nodes and not is_attention(node):
-                place = copied.args.index(table) + 1  # of the linear layer's index
+                place = copied.args.index(table) + 1  # where the linear layer's index is
                 index: Any = copied.args[place]
                 copied.args = (*copied.args[:place], len(self.linears), *copied.args[place + 1 :])
                 self.linears.append(index)

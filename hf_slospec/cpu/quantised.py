@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 LANES = 16  # outputs per block
 GROUP = 32  # inputs whose codes are stored together
-DTYPES = torch.float32, torch.float16, torch.bfloat16  # of the inputs of products
+DTYPES = torch.float32, torch.float16, torch.bfloat16  # dtypes of the inputs of products
 FLOAT8 = 9  # value of Codes.bits
 NAMES = {4: "4 bits", 5: "5 bits", 6: "6 bits", 8: "8 bits", FLOAT8: "float8"}  # by Codes.bits
 

@@ -117,7 +117,7 @@ def _stored(model: nn.Module, file: str | None) -> Sources:
         raise InvalidFileError(f"weights={file!r}: there is no such file")
     try:
         of_file = {} if file is None else gguf_weights(model, file)
-    except (ValueError, KeyError, struct.error) as error:  # of the libraries that read it
+    except (ValueError, KeyError, struct.error) as error:  # from the libraries that read it
         raise InvalidFileError(f"weights={file!r} cannot be read: {error}") from error
     found: Sources = {}
     for name, _, weight in _weights(model):

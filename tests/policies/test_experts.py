@@ -17,7 +17,7 @@ from hf_slospec.scheduler.continuous import ContinuousScheduler
 from tests.support.toys.models import VOCAB, Clock, ToyDrafter, ToyTarget, one_hot
 
 NUM_TOKENS = 300
-LEVEL_S = 0.02  # of a draft level; a forward of one token takes 1 s
+LEVEL_S = 0.02  # seconds of a draft level; a forward of one token takes 1 s
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 SHARE = 0.9  # share of a forward of one token that its experts take
 
