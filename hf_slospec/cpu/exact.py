@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.operators import Blocks
+from hf_slospec.cpu.quantised import PackedMatrix, dense
 from hf_slospec.model.linear_overrides import Attribute, LinearOverride, Override, OverrideOptions
 from hf_slospec.model.version import ModelVersion
 
@@ -55,7 +55,7 @@ class ExactProducts(LinearOverride):
 
     def __init__(self, as_one: bool):
         self._as_one = as_one
-        self._copies = WeakIdKeyDictionary()  # weight -> Blocks
+        self._copies = WeakIdKeyDictionary()  # weight -> PackedMatrix
 
     @classmethod
     def for_model(cls, model: torch.nn.Module, options: OverrideOptions) -> ExactProducts | None:
@@ -111,11 +111,12 @@ class ExactProducts(LinearOverride):
         )
         if kind.chunk is None:
             return _in_groups(rows, kind.sizes, _plain(weight, bias, is_transposed))
-        copy: Blocks | None = self._copies.get(weight)
+        copy: PackedMatrix | None = self._copies.get(weight)
         if copy is None:
             with torch.inference_mode(False):  # copies may outlive the caller's inference mode
                 plain = weight.detach()
-                copy = Blocks(plain.T if is_transposed else plain, kind.chunk)
+                codes = dense(plain.T if is_transposed else plain, kind.chunk)
+                copy = PackedMatrix(codes, is_invariant=True)
             self._copies[weight] = copy
         return copy(rows, bias)
 
@@ -190,12 +191,12 @@ def product_kind(
         bias = 1e-6 * torch.randn(outputs, generator=generator, device="cpu").to(dtype)
     product = _plain(weight.T.contiguous() if is_transposed else weight, bias, is_transposed)
     alone = _in_groups(rows, (1,), product)
-    for chunk in CHUNKS if _has_blocks() else ():
+    for chunk in CHUNKS if _has_operators() else ():
         try:
-            blocks = Blocks(weight, chunk)
+            packed = PackedMatrix(dense(weight, chunk), is_invariant=True)
         except OverflowError:
             break
-        if not as_one or torch.equal(blocks(rows, bias), alone):
+        if not as_one or torch.equal(packed(rows, bias), alone):
             return ProductKind(chunk)
     sizes = [1]
     for size in SIZES[1:]:
@@ -206,7 +207,7 @@ def product_kind(
 
 
 @functools.cache
-def _has_blocks() -> bool:
+def _has_operators() -> bool:
     """Return whether the kernel of operators.cpp can be used; build and load it first."""
     if operators.why_unsupported() is not None:
         return False

@@ -5,7 +5,6 @@ packed in ``packed_weights.py``."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -13,28 +12,12 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from hf_slospec.cpu.kernels import (
-    BLOCKS,
-    MEASURED_BYTES,
-    PACKING,
-    PLAIN,
-    SIZES,
-    Kernel,
-    KernelChoice,
-    Matrix,
-    Plain,
-    choose,
-    packed_by,
-)
-from hf_slospec.cpu.operators import Blocks, Context
+from hf_slospec.cpu.operators import Context
 from hf_slospec.cpu.packed_weights import FREE_SHARE, can_be_packed, matrices_of
+from hf_slospec.cpu.quantised import PackedMatrix, dense
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.memory import free_memory
-
-KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
-ALWAYS = KernelChoice(kernel="as it is", is_faster=(True,) * len(SIZES))
-BLOCKS_ONLY = KernelChoice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 
 
 class JoinedLinears:
@@ -57,13 +40,12 @@ class JoinedLinears:
             is_invariant: the bits of a token's products must not depend on the number of tokens.
 
         Raises:
-            RuntimeError: ``is_invariant`` is set, and a weight cannot be packed by :class:`Blocks`.
+            RuntimeError: ``is_invariant`` is set, and a weight cannot be packed.
         """
         self._is_invariant = is_invariant
         self.context = Context(is_invariant)
         self._model = model
         self.names = names
-        self._choices: dict[Any, KernelChoice] = {}
         # Operator's index -> versions of its weights when they were packed, and the copy's bytes.
         self._made: dict[int, tuple[list[int], int]] = {}
         self._find_layers()
@@ -96,62 +78,31 @@ class JoinedLinears:
     def _make(self, index: int) -> None:
         layers = self._layers[index]
         versions = _versions_of(layers)
-        choice = PLAIN
-        if any(isinstance(layer.weight, QuantisedWeight) for layer in layers):
-            shared = [_as_it_is(layer) for layer in layers]
-            self.context.set_linear(index, [], shared, ALWAYS)
-            self._made[index] = versions, 0
-            return
         with torch.inference_mode(False):  # the copies may outlive the caller's inference mode
-            plain = [matrices_of(layer, layer.weight)[0] for layer in layers]
-            if self._is_invariant:
-                choice = BLOCKS_ONLY
-            elif self._packs and all(can_be_packed(layer.weight) for layer in layers):
-                choice = self._choice(index)
-            packed = (
-                None
-                if choice.kernel is None
-                else packed_by(KERNELS[choice.kernel], torch.cat(plain))
+            weights = [self._packed(layer) for layer in layers]
+        if self._is_invariant and any(isinstance(weight, torch.Tensor) for weight in weights):
+            raise RuntimeError(
+                f"no products of {self.names[index][0]} are the same for any number of tokens"
             )
-            if self._is_invariant and packed is None:
-                raise RuntimeError(
-                    f"no products of {self.names[index][0]} are the same for any number of tokens"
-                )
-            matrices = [] if packed is None else [packed]
-            self.context.set_linear(index, plain, matrices, choice)
-        num_bytes = sum(matrix.num_bytes for matrix in matrices)
-        self._made[index] = versions, num_bytes
+        self.context.set_linear(index, weights)
+        copies = [
+            weight.num_bytes
+            for weight, layer in zip(weights, layers, strict=True)
+            if isinstance(weight, PackedMatrix) and not isinstance(layer.weight, QuantisedWeight)
+        ]
+        self._made[index] = versions, sum(copies)
 
-    def _choice(self, index: int) -> KernelChoice:
-        """Return the fastest kernel for the layers of one operator, measured on joined weights if
-        this machine has not measured their shape yet.
-        """
-        shapes = [_shape_of(layers) for layers in self._layers]
-        shape = shapes[index]
-        if shape not in self._choices:
-            same = [
-                layers for layers, other in zip(self._layers, shapes, strict=True) if other == shape
-            ]
-            num_bytes = sum(layer.weight.nbytes for layer in same[0])
-            measured = same[: math.ceil(MEASURED_BYTES / num_bytes)]
-            joined = [
-                torch.cat([matrices_of(layer, layer.weight)[0] for layer in layers])
-                for layers in measured
-            ]
-            self._choices[shape] = choose(joined, {BLOCKS: Blocks})
-        return self._choices[shape]
-
-
-def _as_it_is(layer: Any) -> Matrix:
-    """Return a matrix that holds no copy of a layer's weight."""
-    weight = layer.weight
-    if isinstance(weight, QuantisedWeight):
-        return weight.matrix
-    return Plain(matrices_of(layer, weight)[0])
-
-
-def _shape_of(layers: Sequence[Any]) -> Any:
-    return tuple((layer.weight.dtype, layer.weight.shape) for layer in layers)
+    def _packed(self, layer: Any) -> PackedMatrix | torch.Tensor:
+        """Return a layer's weight, packed if that is wanted and possible."""
+        if isinstance(layer.weight, QuantisedWeight):
+            return layer.weight.matrix
+        weight = matrices_of(layer, layer.weight)[0]
+        if self._is_invariant or (self._packs and can_be_packed(layer.weight)):
+            try:
+                return PackedMatrix(dense(weight), self._is_invariant)
+            except OverflowError:
+                return weight
+        return weight
 
 
 def _versions_of(layers: Sequence[Any]) -> list[int]:

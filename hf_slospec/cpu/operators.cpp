@@ -5,8 +5,6 @@
 
 #include "vectors.hpp"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/native/quantized/PackedParams.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
@@ -22,22 +20,14 @@
 namespace hf_slospec {
 namespace {
 
-// A weight [outputs, inputs] as it is, or in one of the layouts of cpu/kernels.py.
+// A weight [outputs, inputs], packed or as it is.
 struct Weight {
-  enum Kind { PLAIN, ONEDNN, MKL, FBGEMM, BLOCKS, QUANTISED } kind;
-  Tensor tensor;                                         // the weight or its packed copy
-  Tensor sizes;                                          // MKL reads the shape of the weight from it
-  int64_t outputs = 0;                                   // of BLOCKS
-  c10::intrusive_ptr<LinearPackedParamsBase> packed_fp16;  // FBGEMM
-  std::shared_ptr<Quantised> quantised = nullptr;
+  std::shared_ptr<Packed> packed;
+  Tensor plain;
 };
 
-// A linear layer: the copy of its weights, joined, for some numbers of tokens, and its weights for the others.
-struct Linear {
-  std::vector<Weight> plain, packed;
-  std::vector<int64_t> sizes;        // upper bounds of the numbers of tokens
-  std::vector<int64_t> uses_packed;  // by size
-};
+// Weights of linear layers with the same input, whose outputs are joined.
+using Linear = std::vector<Weight>;
 
 struct Layer {
   Tensor keys, values;  // [num_slots, num_kv_heads, dim]
@@ -95,28 +85,6 @@ Linear& linear_at(int64_t id, int64_t index) {
   return linears[index];
 }
 
-void set_linear(int64_t id, int64_t index, at::TensorList plain, at::IntArrayRef sizes, at::IntArrayRef uses_packed) {
-  auto& linear = linear_at(id, index);
-  linear = {{}, {}, sizes.vec(), uses_packed.vec()};
-  for (const auto& weight : plain) linear.plain.push_back({Weight::PLAIN, weight, {}, 0, {}});
-}
-
-void add_onednn(int64_t id, int64_t index, const Tensor& packed) {
-  linear_at(id, index).packed.push_back({Weight::ONEDNN, packed, {}, 0, {}});
-}
-
-void add_mkl(int64_t id, int64_t index, const Tensor& packed, const Tensor& sizes) {
-  linear_at(id, index).packed.push_back({Weight::MKL, packed, sizes, 0, {}});
-}
-
-void add_fbgemm(int64_t id, int64_t index, const c10::intrusive_ptr<LinearPackedParamsBase>& packed) {
-  linear_at(id, index).packed.push_back({Weight::FBGEMM, {}, {}, 0, packed});
-}
-
-void add_blocks(int64_t id, int64_t index, const Tensor& blocks, int64_t outputs) {
-  linear_at(id, index).packed.push_back({Weight::BLOCKS, blocks, {}, outputs, {}});
-}
-
 void set_pool(int64_t id, at::TensorList keys, at::TensorList values) {
   auto& layers = context_of(id)->layers;
   layers.clear();
@@ -171,148 +139,63 @@ inline vec exp_of(vec x) {
   return is_tiny < -87.0f ? vec{} : p * power;
 }
 
-// out = x @ weight.T + bias for a weight as blocks of outputs, [num_blocks, inputs / elements of E, BLOCK] in E, or in T
-// where E is float. A row's sums do not depend on the number of rows. Every `chunk` elements of E are summed by
-// themselves and then added.
-template <typename T>
-void multiply_blocks(const Tensor& x, const Tensor& blocks, int64_t chunk, const T* bias, Tensor& out) {
-  using E = Element<T>;
-  constexpr bool IS_PAIR = std::is_same_v<E, pair>;
-  using W = std::conditional_t<IS_PAIR, E, T>;
-  const int64_t num_rows = x.numel() / x.size(-1), width = blocks.size(1), outputs = out.size(-1);
-  const Tensor factors = IS_PAIR ? x : x.to(at::kFloat);
-  const E* a = static_cast<const E*>(factors.const_data_ptr());
-  const W* b = reinterpret_cast<const W*>(blocks.const_data_ptr<T>());
-  T* to = out.mutable_data_ptr<T>();
-  at::parallel_for(0, blocks.size(0), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(std::min(num_rows, MAX_ROWS) * BLOCK), parts(chunk < width ? sums.size() : 0);
-    for (int64_t block = begin; block < end; ++block)
-      for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
-        const int64_t rows = std::min(MAX_ROWS, num_rows - row);
-        std::fill(sums.begin(), sums.end(), 0.0f);
-        const E* from = a + row * width;
-        const W* weights = b + block * width * BLOCK;
-        add_product(rows, from, width, weights, BLOCK, std::min(chunk, width), sums.data(), BLOCK);
-        for (int64_t begin = chunk; begin < width; begin += chunk) {
-          std::fill(parts.begin(), parts.end(), 0.0f);
-          add_product(rows, from + begin, width, weights + begin * BLOCK, BLOCK, std::min(chunk, width - begin),
-                      parts.data(), BLOCK);
-          for (int64_t i = 0; i < rows * BLOCK; ++i) sums[i] += parts[i];
-        }
-        for (int64_t r = 0; bias && r < rows; ++r)
-          for (int64_t j = 0; j < std::min(BLOCK, outputs - block * BLOCK); ++j)
-            sums[r * BLOCK + j] += float(bias[block * BLOCK + j]);
-        for (int64_t r = 0; r < rows; ++r)
-          store_as(to + (row + r) * outputs + block * BLOCK, &sums[r * BLOCK], std::min(BLOCK, outputs - block * BLOCK));
-      }
-  });
-}
+// Packed weights, by id.
+std::map<int64_t, std::shared_ptr<Packed>> packed_weights;
 
-Tensor block_product(const Tensor& x, const Tensor& blocks, int64_t outputs, int64_t chunk,
-                     const std::optional<Tensor>& bias) {
-  TORCH_CHECK(x.scalar_type() == blocks.scalar_type() && x.size(-1) == blocks.numel() / blocks.size(0) / BLOCK,
-              "a product of ", x.sizes(), " with a weight of ", blocks.sizes());
-  auto sizes = x.sizes().vec();
-  sizes.back() = outputs;
-  auto out = at::empty(sizes, x.options());
-  const Tensor rows = x.contiguous(), biases = bias ? bias->to(x.scalar_type()).contiguous() : Tensor();
-  const auto multiply = [&](auto zero, int64_t size) {
-    using T = decltype(zero);
-    const T* added = bias ? biases.const_data_ptr<T>() : nullptr;
-    multiply_blocks<T>(rows, blocks, chunk ? chunk / size : std::numeric_limits<int64_t>::max() / 2, added, out);
-  };
-  if (x.scalar_type() == at::kFloat)
-    multiply(float(), 1);
-  else
-    multiply(at::BFloat16(), sizeof(Element<at::BFloat16>) / sizeof(at::BFloat16));
-  return out;
-}
-
-// Elements of a weight's dtype that blocks keep together.
-int64_t block_elements(bool is_bf16) { return is_bf16 && HAS_PAIRS ? 2 : 1; }
-
-// Quantised weights that products from Python use, by id.
-std::map<int64_t, std::shared_ptr<Quantised>> quantised_weights;
-
-int64_t new_quantised(int64_t code, int64_t zero, int64_t outputs, int64_t span, int64_t shared, const Tensor& codes,
-                      const Tensor& scales, const std::optional<Tensor>& steps, const std::optional<Tensor>& minima,
-                      const std::optional<Tensor>& min_steps) {
+int64_t new_packed(int64_t code, int64_t zero, int64_t outputs, int64_t inputs, int64_t span, int64_t shared,
+                   bool is_invariant, const Tensor& codes, const std::optional<Tensor>& scales,
+                   const std::optional<Tensor>& steps, const std::optional<Tensor>& minima,
+                   const std::optional<Tensor>& min_steps) {
   static int64_t last = 0;
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  quantised_weights[++last] =
-      make_quantised(code, zero, outputs, span, shared, codes, scales, steps, minima, min_steps);
+  packed_weights[++last] = make_packed(code, zero, outputs, inputs, span, shared, is_invariant, codes, scales, steps,
+                                       minima, min_steps);
   return last;
 }
 
-void delete_quantised(int64_t id) {
+void delete_packed(int64_t id) {
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  quantised_weights.erase(id);
+  packed_weights.erase(id);
 }
 
-std::shared_ptr<Quantised> quantised_of(int64_t id) {
+std::shared_ptr<Packed> packed_of(int64_t id) {
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  return quantised_weights.at(id);
+  return packed_weights.at(id);
 }
 
-Tensor quantised_product_of(const Tensor& x, int64_t id, const std::optional<Tensor>& bias) {
-  return quantised_product(x, {quantised_of(id).get()}, bias);
+Tensor packed_product_of(const Tensor& x, int64_t id, const std::optional<Tensor>& bias) {
+  return packed_product(x, {packed_of(id).get()}, bias);
 }
 
-Tensor quantised_rows_of(const Tensor& indices, int64_t id) { return quantised_rows(indices, *quantised_of(id)); }
+Tensor packed_rows_of(const Tensor& indices, int64_t id) { return packed_rows(indices, *packed_of(id)); }
 
-void add_quantised(int64_t id, int64_t index, int64_t quantised_id) {
-  linear_at(id, index).packed.push_back({Weight::QUANTISED, {}, {}, 0, {}, quantised_of(quantised_id)});
+// Sets the weights of a linear layer: packed ones by their ids; where that is 0, the next of `plain`.
+void set_linear(int64_t id, int64_t index, at::IntArrayRef packed, at::TensorList plain) {
+  Linear linear;
+  auto next = plain.begin();
+  for (const int64_t each : packed) linear.push_back(each ? Weight{packed_of(each), {}} : Weight{nullptr, *next++});
+  auto& linears = context_of(id)->linears;
+  if (index >= int64_t(linears.size())) linears.resize(index + 1);
+  linears[index] = std::move(linear);
 }
 
-void add_plain(int64_t id, int64_t index, const Tensor& weight) {
-  linear_at(id, index).packed.push_back({Weight::PLAIN, weight, {}, 0, {}});
-}
-
-// Returns rows of a context's quantised weight: [..., width].
+// Returns rows of a context's packed weight: [..., width].
 Tensor embedding(const Tensor& indices, const Tensor& id, int64_t index, int64_t width, at::ScalarType dtype) {
   const auto context = context_of(id);
   auto sizes = indices.sizes().vec();
   sizes.push_back(width);
-  const auto& weight = context->linears.at(index_in(id, index)).packed.at(0);
-  return quantised_rows(indices, *weight.quantised).to(dtype).view(sizes);
-}
-
-Tensor product(const Tensor& x, const Weight& weight) {
-  using Scalars = c10::List<std::optional<at::Scalar>>;
-  switch (weight.kind) {
-    case Weight::ONEDNN: {
-      static auto op = c10::Dispatcher::singleton()
-                           .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
-                           .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::string_view,
-                                         Scalars, std::optional<c10::string_view>)>();
-      return op.call(x, weight.tensor, std::nullopt, "none", Scalars(), "");
-    }
-    case Weight::MKL: {
-      static auto op = c10::Dispatcher::singleton()
-                           .findSchemaOrThrow("mkl::_mkl_linear", "")
-                           .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                                         int64_t)>();
-      return op.call(x, weight.tensor, weight.sizes, std::nullopt, x.numel() / x.size(-1));
-    }
-    case Weight::QUANTISED:
-      return quantised_product(x, {weight.quantised.get()}, std::nullopt);
-    case Weight::BLOCKS:
-      return block_product(x, weight.tensor, weight.outputs, 0, std::nullopt);
-    case Weight::FBGEMM:
-      return weight.packed_fp16->apply_dynamic(x.to(at::kFloat)).to(x.scalar_type());
-    default:
-      return at::linear(x, weight.tensor);
-  }
+  return packed_rows(indices, *context->linears.at(index_in(id, index)).at(0).packed).to(dtype).view(sizes);
 }
 
 // Returns the products of one input with several weights, joined.
-Tensor products(const Tensor& x, const std::vector<Weight>& weights) {
-  std::vector<const Quantised*> quantised;
+Tensor products(const Tensor& x, const Linear& weights) {
+  std::vector<const Packed*> packed;
   for (const auto& weight : weights)
-    if (weight.kind == Weight::QUANTISED) quantised.push_back(weight.quantised.get());
-  if (quantised.size() == weights.size()) return quantised_product(x, quantised, std::nullopt);
+    if (weight.packed) packed.push_back(weight.packed.get());
+  if (packed.size() == weights.size()) return packed_product(x, packed, std::nullopt);
   std::vector<Tensor> out;
-  for (const auto& weight : weights) out.push_back(product(x, weight));
+  for (const auto& weight : weights)
+    out.push_back(weight.packed ? packed_product(x, {weight.packed.get()}, std::nullopt) : at::linear(x, weight.plain));
   return out.size() == 1 ? out[0] : at::cat(out, -1);
 }
 
@@ -325,12 +208,7 @@ Tensor linear(const Tensor& padded, const Tensor& id, int64_t index, int64_t out
   const bool is_single = context->plan.positions.numel() == 1 && padded.size(-2) == MIN_SIZE &&
                          padded.numel() / padded.size(-1) == MIN_SIZE;
   const Tensor x = is_single ? padded.narrow(-2, 0, 1) : padded;
-  const int64_t num_tokens = x.numel() / x.size(-1);
-  const auto bucket = std::lower_bound(linear.sizes.begin(), linear.sizes.end(), num_tokens) - linear.sizes.begin();
-  const bool packs = !linear.packed.empty() &&
-                     linear.uses_packed[std::min<size_t>(bucket, linear.uses_packed.size() - 1)];
-  const auto& weights = packs ? linear.packed : linear.plain;
-  auto joined = products(x, weights);
+  auto joined = products(x, linear);
   TORCH_CHECK(joined.size(-1) == outputs, "linear layer ", index, " has ", joined.size(-1), " outputs, not ", outputs);
   joined = joined.contiguous();
   if (!is_single) return joined;
@@ -670,21 +548,12 @@ std::vector<Tensor> run_piece(const Tensor& id, const Tensor& pieces, at::IntArr
 TORCH_LIBRARY(hf_slospec, library) {
   library.def("new_context(bool is_invariant) -> int", new_context);
   library.def("delete_context(int id) -> ()", delete_context);
-  library.def("set_linear(int id, int index, Tensor[] plain, int[] sizes, int[] uses_packed) -> ()", set_linear);
-  library.def("add_onednn(int id, int index, Tensor packed) -> ()", add_onednn);
-  library.def("add_mkl(int id, int index, Tensor packed, Tensor sizes) -> ()", add_mkl);
-  library.def("add_fbgemm(int id, int index, __torch__.torch.classes.quantized.LinearPackedParamsBase packed) -> ()",
-              add_fbgemm);
-  library.def("add_blocks(int id, int index, Tensor blocks, int outputs) -> ()", add_blocks);
-  library.def("block_elements(bool is_bf16) -> int", block_elements);
-  library.def("block_product(Tensor x, Tensor blocks, int outputs, int chunk, Tensor? bias) -> Tensor", block_product);
-  library.def("new_quantised(int code, int zero, int outputs, int span, int shared, Tensor codes, Tensor scales, "
-              "Tensor? steps, Tensor? minima, Tensor? min_steps) -> int", new_quantised);
-  library.def("add_quantised(int id, int index, int quantised_id) -> ()", add_quantised);
-  library.def("add_plain(int id, int index, Tensor weight) -> ()", add_plain);
-  library.def("delete_quantised(int id) -> ()", delete_quantised);
-  library.def("quantised_product(Tensor x, int id, Tensor? bias) -> Tensor", quantised_product_of);
-  library.def("quantised_rows(Tensor indices, int id) -> Tensor", quantised_rows_of);
+  library.def("set_linear(int id, int index, int[] packed, Tensor[] plain) -> ()", set_linear);
+  library.def("new_packed(int code, int zero, int outputs, int inputs, int span, int shared, bool is_invariant, "
+              "Tensor codes, Tensor? scales, Tensor? steps, Tensor? minima, Tensor? min_steps) -> int", new_packed);
+  library.def("delete_packed(int id) -> ()", delete_packed);
+  library.def("packed_product(Tensor x, int id, Tensor? bias) -> Tensor", packed_product_of);
+  library.def("packed_rows(Tensor indices, int id) -> Tensor", packed_rows_of);
   library.def("load_piece(str path) -> int", load_piece);
   library.def("delete_piece(int id) -> ()", delete_piece);
   library.def("set_pool(int id, Tensor[] keys, Tensor[] values) -> ()", set_pool);

@@ -16,24 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from hf_slospec.cpu.kernels import FBGEMM, MKL, SIZES, KernelChoice, Matrix, OneDNN, Plain
-from hf_slospec.cpu.quantised import QuantisedMatrix
+from hf_slospec.cpu.quantised import PackedMatrix
 from hf_slospec.forks import Lock
 from hf_slospec.model.batch import PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import cpu_info, kept_file
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / name for name in ("quantised.cpp", "operators.cpp")]
-INCLUDED = [FOLDER / name for name in ("quantised.hpp", "vectors.hpp")]
+SOURCES = [FOLDER / name for name in ("packed.cpp", "operators.cpp")]
+INCLUDED = [FOLDER / name for name in ("packed.hpp", "vectors.hpp")]
 # Without -ffast-math, which would make the process flush denormal numbers to zero.
 FLAGS = [
     *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
 ]
-BLOCK = 64  # outputs per block of a packed weight
 COMPILE_S = 600  # seconds after which the compiler is stopped
 
 _loading = Lock()
@@ -177,43 +174,6 @@ def why_unsupported() -> str | None:
     return None
 
 
-class Blocks:
-    """A weight packed in blocks of 64 outputs for the matrix kernel of operators.cpp.
-
-    The kernel reads the weight once for any number of tokens, and the bits of a token's products do
-    not depend on that number.
-    """
-
-    num_rounded = 0
-
-    def __init__(self, weight: torch.Tensor, chunk: int = 0):
-        """Pack a weight [outputs, inputs].
-
-        Args:
-            weight: the weight.
-            chunk: number of inputs that are added up before their sum is added to the total; 0:
-                all inputs.
-
-        Raises:
-            OverflowError: the kernel has no blocks for this dtype or number of inputs.
-        """
-        self.outputs, inputs = weight.shape
-        self.chunk = chunk
-        size = torch.ops.hf_slospec.block_elements(weight.dtype == torch.bfloat16)
-        if weight.dtype not in (torch.float32, torch.bfloat16) or inputs % size:
-            raise OverflowError(f"no blocks of {weight.dtype} with {inputs} inputs")
-        rows = F.pad(weight, (0, 0, 0, -self.outputs % BLOCK))
-        # [num_blocks, inputs / size, BLOCK, size]
-        self.packed = rows.view(-1, BLOCK, inputs // size, size).transpose(1, 2).contiguous()
-        self.num_bytes = self.packed.nbytes
-
-    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.hf_slospec.block_product(
-            input, self.packed, self.outputs, self.chunk, bias
-        )
-        return out
-
-
 class Context:
     """Weights, K/V pool and batch that the operators in one model's compiled forwards read."""
 
@@ -227,39 +187,15 @@ class Context:
         self._pool: weakref.ref[KVPool] | None = None
         weakref.finalize(self, torch.ops.hf_slospec.delete_context, self._id)
 
-    def set_linear(
-        self,
-        index: int,
-        plain: Sequence[torch.Tensor],
-        matrices: Sequence[Matrix],
-        choice: KernelChoice,
-    ) -> None:
-        """Set the weights of a linear layer, or of several with the same input, whose outputs are
-        concatenated.
+    def set_linear(self, index: int, weights: Sequence[PackedMatrix | torch.Tensor]) -> None:
+        """Set the weights, [outputs, inputs] each, of a linear layer, or of several with the same
+        input, whose outputs are concatenated.
 
-        Args:
-            index: index of the ``linear`` operator in the graph.
-            plain: the layers' weights, [outputs, inputs] each.
-            matrices: the packed copy of all these weights joined; empty: torch's kernels are used.
-            choice: tells for which numbers of tokens the packed copy is used.
+        ``index``: index of the ``linear`` operator in the graph.
         """
-        operators = torch.ops.hf_slospec
-        uses_packed = list(map(int, choice.is_faster)) or [0] * len(SIZES)
-        operators.set_linear(self._id, index, list(plain), list(SIZES), uses_packed)
-        for matrix in matrices:
-            if isinstance(matrix, OneDNN):
-                operators.add_onednn(self._id, index, matrix.packed)
-            elif isinstance(matrix, MKL):
-                operators.add_mkl(self._id, index, matrix.packed, matrix.sizes)
-            elif isinstance(matrix, QuantisedMatrix):
-                operators.add_quantised(self._id, index, matrix.id)
-            elif isinstance(matrix, Plain):
-                operators.add_plain(self._id, index, matrix.weight)
-            elif isinstance(matrix, Blocks):
-                operators.add_blocks(self._id, index, matrix.packed, matrix.outputs)
-            else:
-                assert isinstance(matrix, FBGEMM)
-                operators.add_fbgemm(self._id, index, matrix.packed)
+        ids = [weight.id if isinstance(weight, PackedMatrix) else 0 for weight in weights]
+        plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+        torch.ops.hf_slospec.set_linear(self._id, index, ids, plain)
 
     def follow(self, pool: KVPool, batch: PackedBatch) -> None:
         """Set the K/V pool and the batch that the next forward reads."""

@@ -9,7 +9,7 @@ forwards of the model are unchanged. ``joined_linears.py`` packs weights for com
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_slospec.cpu.kernels import DTYPES, PACKING, PLAIN, Matrix, choose, packed_by
+from hf_slospec.cpu.kernels import DTYPES, PACKING, Matrix, kernel_for, packed_by
 from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.linear_overrides import (
     LinearOverride,
@@ -54,7 +54,7 @@ class PackedWeight:
         """Make the copy from the layer's present weight; none if no kernel is worth a copy."""
         weight: Any = self.layer._parameters.get(self.name)
         self.weight = weight
-        self.choice = PLAIN
+        self.kernel: str | None = None
         self.num_made += 1
         # One matrix, or one per expert; empty if torch's own kernels are used.
         self.matrices: list[Matrix] = []
@@ -65,9 +65,9 @@ class PackedWeight:
         with torch.inference_mode(False), torch.no_grad():
             self.version = weight_version(weight)
             plain = matrices_of(self.layer, weight, self.autocast)
-            self.choice = choose(plain)
-            if self.choice.kernel is not None:
-                packed = [packed_by(PACKING[self.choice.kernel], each) for each in plain]
+            self.kernel = kernel_for(plain[0])
+            if self.kernel is not None:
+                packed = [packed_by(PACKING[self.kernel], each) for each in plain]
                 if None not in packed:  # all values are in the kernel's range
                     self.matrices = [matrix for matrix in packed if matrix is not None]
 
@@ -97,7 +97,7 @@ class PackedWeight:
         if self.autocast is not None:
             input = input.to(self.autocast)
             bias = None if bias is None else bias.to(self.autocast)
-        if self.matrices and len(input) and self.choice.packs(len(input)):
+        if self.matrices and len(input):
             return self.matrices[index](input, bias)
         return F.linear(input, matrices_of(self.layer, self.weight)[index], bias)
 
@@ -204,7 +204,6 @@ def is_plain(layer: nn.Module) -> bool:
     return all(weight is not None and can_be_packed(weight) for weight in weights)
 
 
-_Shape = tuple[torch.dtype, torch.Size]
 _Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
 # Packed weights of all models, so that a layer has one copy for all its users. Each of them holds
 # its layer, so that the layer's id is not reused for another object.
@@ -249,7 +248,7 @@ class PackedWeights(LinearOverride):
     @property
     def kernels(self) -> dict[str, int]:
         """Number of weights by the kernel that multiplies with them."""
-        return dict(Counter(str(copy.choice.kernel) for copy in self._copies if copy.matrices))
+        return dict(Counter(str(copy.kernel) for copy in self._copies if copy.matrices))
 
     def make(self, linear: nn.Module) -> Override | None:
         """Return an override that computes a layer with packed weights; None if it has none."""
@@ -294,22 +293,16 @@ class PackedWeights(LinearOverride):
         """
         if self._wanted is False or is_compiled(self._model):
             return {}
-        by_shape = defaultdict[_Shape, list[torch.Tensor]](list)
-        shapes: dict[nn.Module, list[_Shape]] = {}
+        kernels = dict[nn.Module, list[str]]()
         for layer in filter(is_plain, self._model.modules()):
             weights = [
-                matrices_of(layer, getattr(layer, name), self._autocast)
+                matrices_of(layer, getattr(layer, name), self._autocast)[0]
                 for name in weight_names(layer)
             ]
-            shapes[layer] = [(matrices[0].dtype, matrices[0].shape) for matrices in weights]
-            for shape, matrices in zip(shapes[layer], weights, strict=True):
-                by_shape[shape] += matrices
-        kernels = {shape: choose(matrices).kernel for shape, matrices in by_shape.items()}
-        chosen = {
-            layer: [kernel for shape in each if (kernel := kernels[shape]) is not None]
-            for layer, each in shapes.items()
-        }
-        return {layer: each for layer, each in chosen.items() if len(each) == len(shapes[layer])}
+            chosen = list(map(kernel_for, weights))
+            if None not in chosen:
+                kernels[layer] = [str(kernel) for kernel in chosen]
+        return kernels
 
     def _fits(self, num_bytes: int) -> bool:
         if num_bytes <= FREE_SHARE * free_memory():

@@ -1,7 +1,7 @@
-"""Quantised weights that stay packed: codes of 4, 5, 6 or 8 bits with a scale, and perhaps a
+"""Packed weights that stay packed: codes of 4, 5, 6 or 8 bits with a scale, and perhaps a
 minimum, for every 16 or 32 inputs.
 
-``quantised.hpp`` multiplies with them. ``formats.py`` makes them of GGUF's and torchao's weights.
+``packed.hpp`` multiplies with them. ``formats.py`` makes them of GGUF's and torchao's weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ LANES = 16  # outputs per block
 GROUP = 32  # inputs whose codes are stored together
 DTYPES = torch.float32, torch.float16, torch.bfloat16  # dtypes of the inputs of products
 FLOAT8 = 9  # value of Codes.bits
+DENSE = {torch.bfloat16: 16, torch.float16: 17, torch.float32: 32}  # values of Codes.bits
 NAMES = {4: "4 bits", 5: "5 bits", 6: "6 bits", 8: "8 bits", FLOAT8: "float8"}  # by Codes.bits
 
 
@@ -23,11 +24,12 @@ class Codes(NamedTuple):
     """A weight [outputs, inputs] as numbers: ``(code - zero) * scale * step - minimum * min_step``.
 
     Every ``span`` inputs have a step and a min_step, every ``span * shared`` a scale and a minimum.
+    A dense weight has none of these; its products with ``span`` inputs are added to a partial sum.
     """
 
-    bits: int  # 4, 5, 6 or 8; codes of 8 bits are signed, others are not; FLOAT8: float8_e4m3fn
-    codes: torch.Tensor  # [outputs, inputs] uint8, int8 or float8_e4m3fn
-    scales: torch.Tensor  # [outputs, inputs / span / shared] fp16 or fp32
+    bits: int  # 4, 5, 6 or 8; codes of 8 bits are signed, others are not; FLOAT8; one of DENSE
+    codes: torch.Tensor  # [outputs, inputs] uint8, int8 or float8_e4m3fn; a dense weight itself
+    scales: torch.Tensor | None  # [outputs, inputs / span / shared] fp16 or fp32
     zero: int = 0
     span: int = GROUP
     shared: int = 1
@@ -36,22 +38,39 @@ class Codes(NamedTuple):
     min_steps: torch.Tensor | None = None  # as ``steps``
 
 
-class QuantisedMatrix:
-    """A quantised weight, packed for the kernel of quantised.hpp."""
+def dense(weight: torch.Tensor, span: int | None = None) -> Codes:
+    """Return a dense weight [outputs, inputs] as codes.
+
+    ``span``: number of inputs per partial sum; None: all.
+    """
+    return Codes(DENSE[weight.dtype], weight, None, span=span or weight.shape[1])
+
+
+class PackedMatrix:
+    """A weight packed for the kernels of packed.hpp."""
 
     num_rounded = 0
 
-    def __init__(self, weight: Codes):
+    def __init__(self, weight: Codes, is_invariant: bool = False):
         """Pack a weight; the operators' library must be loaded.
 
+        With ``is_invariant``, the bits of a row's products with a dense weight do not depend on the
+        number of rows.
+
         Raises:
-            OverflowError: the number of inputs is no multiple of 32.
+            OverflowError: the number of inputs is no multiple of 32, or of a dense weight in bf16,
+                odd.
         """
         self.outputs, self.inputs = weight.codes.shape
-        if self.inputs % GROUP:
+        if weight.bits in DENSE.values():
+            packed = _packed_dense(weight.codes)
+        elif self.inputs % GROUP:
             raise OverflowError(f"no groups of {GROUP} in {self.inputs} inputs")
-        packed = _packed(weight.codes, weight.bits)
-        scales = weight.scales.float() * 256 if weight.bits == FLOAT8 else weight.scales
+        else:
+            packed = _packed(weight.codes, weight.bits)
+        scales = weight.scales
+        if weight.bits == FLOAT8 and scales is not None:
+            scales = scales.float() * 256
         per_span = (scales, weight.steps, weight.minima, weight.min_steps)
         kept = [packed, *(None if each is None else _by_block(each) for each in per_span)]
         names = "codes", "scales", "steps", "minima", "min_steps"
@@ -60,21 +79,22 @@ class QuantisedMatrix:
         }
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.bits = weight.bits
-        self.id: int = torch.ops.hf_slospec.new_quantised(
-            weight.bits, weight.zero, self.outputs, weight.span, weight.shared, *kept
-        )
-        weakref.finalize(self, torch.ops.hf_slospec.delete_quantised, self.id)
+        self.id: int = torch.ops.hf_slospec.new_packed(
+            weight.bits, weight.zero, self.outputs, self.inputs, weight.span, weight.shared,
+            is_invariant, *kept,
+        )  # fmt: skip
+        weakref.finalize(self, torch.ops.hf_slospec.delete_packed, self.id)
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``input @ weight.T + bias``, of which only the output is rounded.  [..., inputs]
         -> [..., outputs] in the input's dtype
         """
-        out: torch.Tensor = torch.ops.hf_slospec.quantised_product(input, self.id, bias)
+        out: torch.Tensor = torch.ops.hf_slospec.packed_product(input, self.id, bias)
         return out
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight.  [...] int64 -> [..., inputs] fp32"""
-        found: torch.Tensor = torch.ops.hf_slospec.quantised_rows(indices.flatten(), self.id)
+        found: torch.Tensor = torch.ops.hf_slospec.packed_rows(indices.flatten(), self.id)
         return found.view(*indices.shape, self.inputs)
 
     def dequantised(self) -> torch.Tensor:
@@ -88,8 +108,21 @@ def _by_block(values: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, LANES, values.shape[1]).transpose(1, 2).contiguous()
 
 
+def _packed_dense(weight: torch.Tensor) -> torch.Tensor:
+    """Return a dense weight in the layout of packed.hpp.  [outputs, inputs] -> [blocks, inputs,
+    LANES]
+    """
+    outputs, inputs = weight.shape
+    size = 2 if weight.dtype == torch.bfloat16 else 1  # inputs that are stored together
+    if inputs % size:
+        raise OverflowError(f"no pairs in {inputs} inputs")
+    padded = F.pad(weight.detach(), (0, 0, 0, -outputs % LANES))
+    blocks = padded.reshape(-1, LANES, inputs // size, size).transpose(1, 2).contiguous()
+    return blocks.view(-1, inputs, LANES)
+
+
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes in the layout of quantised.hpp.  [outputs, inputs] -> [blocks, groups, bytes]"""
+    """Return codes in the layout of packed.hpp.  [outputs, inputs] -> [blocks, groups, bytes]"""
     if bits == FLOAT8:
         codes = codes.view(torch.int8)
     padded = F.pad(codes, (0, 0, 0, -len(codes) % LANES))

@@ -17,7 +17,7 @@ from torch import nn
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.formats import codes_of_torchao, gguf_file, gguf_weights
-from hf_slospec.cpu.quantised import DTYPES, GROUP, NAMES, Codes, QuantisedMatrix, quantise
+from hf_slospec.cpu.quantised import DTYPES, GROUP, NAMES, Codes, PackedMatrix, quantise
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.errors import InvalidFileError, UnsupportedOptionError
 from hf_slospec.model.host_memory import return_freed_memory
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 BITS = {"int8": 8, "int4": 4}  # by SLOSpecConfig(weights=...)
 ROWS = 4096  # number of rows that are compared at a time
 # By the id of a weight: the weight, and what packs it; None: it has been changed, and stays.
-Sources = dict[int, tuple[Any, Callable[[], QuantisedMatrix | None]]]
+Sources = dict[int, tuple[Any, Callable[[], PackedMatrix | None]]]
 
 
 _warned = WeakSet[nn.Module]()  # models whose formats have been warned of
@@ -146,11 +146,11 @@ def _warn_of_others(model: nn.Module, sources: Sources) -> None:
         )
 
 
-def _packed(read: Callable[..., Any], *arguments: Any) -> QuantisedMatrix:
-    return QuantisedMatrix(read(*arguments))
+def _packed(read: Callable[..., Any], *arguments: Any) -> PackedMatrix:
+    return PackedMatrix(read(*arguments))
 
 
-def _unchanged(weight: torch.Tensor, read: Callable[[], Codes]) -> QuantisedMatrix | None:
+def _unchanged(weight: torch.Tensor, read: Callable[[], Codes]) -> PackedMatrix | None:
     """Return a packed weight; None if it has been changed since it was read from its file."""
     matrix = _packed(read)
     if weight.shape != (matrix.outputs, matrix.inputs):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hf_slospec.cpu.quantised import DTYPES, NAMES, QuantisedMatrix
+from hf_slospec.cpu.quantised import DTYPES, NAMES, PackedMatrix
 from hf_slospec.errors import UnsupportedOptionError
 
 aten = torch.ops.aten
@@ -18,16 +18,16 @@ _DATA: Any = torch.Tensor.data
 
 
 class QuantisedWeight(torch.Tensor):
-    """A weight [outputs, inputs] in the dtype of its model, held by a :class:`QuantisedMatrix`.
+    """A weight [outputs, inputs] in the dtype of its model, held by a :class:`PackedMatrix`.
 
     Linear layers and embeddings of torch compute with the packed matrix; other operators get the
     dequantised weight.
     """
 
-    matrix: QuantisedMatrix = None  # type: ignore[assignment]  # set by __new__
+    matrix: PackedMatrix = None  # type: ignore[assignment]  # set by __new__
 
     @staticmethod
-    def __new__(cls, matrix: QuantisedMatrix, dtype: torch.dtype) -> QuantisedWeight:
+    def __new__(cls, matrix: PackedMatrix, dtype: torch.dtype) -> QuantisedWeight:
         made = torch.Tensor._make_wrapper_subclass(
             cls, (matrix.outputs, matrix.inputs), dtype=dtype, device=torch.device("cpu")
         )

@@ -22,14 +22,14 @@
 namespace hf_slospec {
 using at::Tensor;
 
-// A quantised weight, its products and rows; see quantised.cpp.
-struct Quantised;
-std::shared_ptr<Quantised> make_quantised(int64_t code, int64_t zero, int64_t outputs, int64_t span, int64_t shared,
-                                          const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& steps,
-                                          const std::optional<Tensor>& minima, const std::optional<Tensor>& min_steps);
-Tensor quantised_product(const Tensor& x, const std::vector<const Quantised*>& weights,
-                         const std::optional<Tensor>& bias);
-Tensor quantised_rows(const Tensor& indices, const Quantised& weight);
+// A packed weight, its products and rows; see packed.cpp.
+struct Packed;
+std::shared_ptr<Packed> make_packed(int64_t code, int64_t zero, int64_t outputs, int64_t inputs, int64_t span,
+                                    int64_t shared, bool is_invariant, const Tensor& codes,
+                                    const std::optional<Tensor>& scales, const std::optional<Tensor>& steps,
+                                    const std::optional<Tensor>& minima, const std::optional<Tensor>& min_steps);
+Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights, const std::optional<Tensor>& bias);
+Tensor packed_rows(const Tensor& indices, const Packed& weight);
 
 namespace {
 
@@ -68,9 +68,15 @@ inline vec load(const at::BFloat16* from) {
   return v;
 }
 inline vec load(const at::Half* from) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
   vec v;
   for (int64_t i = 0; i < WIDTH; ++i) v[i] = float(from[i]);
   return v;
+#endif
 }
 
 // Returns the first n elements as floats, and zeros behind them.

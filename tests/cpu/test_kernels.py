@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.cpu import kernels
-from hf_slospec.cpu.kernels import PACKING, granularity, works
+from hf_slospec.cpu import kernels, operators
+from hf_slospec.cpu.kernels import PACKING, granularity, kernel_for, works
 from tests.support.forced_kernels import WORKING
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -18,6 +20,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 def test_packed_weights_equal_plain_ones(name, dtype, sizes):
     weight = torch.randn(sizes).to(dtype)
     bias = torch.randn(sizes[0]).to(dtype)
+    if name == "Blocks" and dtype == torch.bfloat16 and sizes[1] % 2:
+        with pytest.raises(OverflowError, match="no pairs"):
+            PACKING[name](weight)
+        return
     matrix = PACKING[name](weight)
     for num_tokens in (1, 2, 5, 8, 17, 63, 130, 600):
         input = torch.randn(num_tokens, sizes[1]).to(dtype)
@@ -28,7 +34,7 @@ def test_packed_weights_equal_plain_ones(name, dtype, sizes):
             ours = matrix(input, given)
             assert ours.dtype == dtype
             assert (ours.double() - plain).abs().max() <= TOLERANCE[dtype] * plain.abs().max()
-    assert matrix.num_bytes == weight.nbytes
+    assert weight.nbytes <= matrix.num_bytes <= weight.nbytes * -(-sizes[0] // 16) * 16 / sizes[0]
 
 
 needs_fbgemm = pytest.mark.skipif(
@@ -62,15 +68,54 @@ def test_a_kernel_that_torch_lacks_or_that_is_wrong_is_not_used(monkeypatch):
     def missing(weight):
         return torch.ops.mkldnn.no_such_operator(weight)
 
-    class Wrong(kernels.Plain):
+    class Wrong:
+        num_bytes = num_rounded = 0
+
+        def __init__(self, weight):
+            self.weight = 1.1 * weight
+
         def __call__(self, input, bias):
-            return 1.1 * super().__call__(input, bias)
+            return F.linear(input, self.weight, bias)
 
     for kernel in (missing, Wrong):
         works.cache_clear()
         monkeypatch.setitem(PACKING, "OneDNN", kernel)
         assert not works("OneDNN", torch.float32)
     works.cache_clear()
+
+
+@pytest.fixture
+def _forgotten():
+    works.cache_clear()
+    yield
+    works.cache_clear()
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_small_weights_stay_where_the_cpu_has_their_dtype(monkeypatch):
+    weights = {dtype: torch.randn(8, 8).to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    large = {dtype: weight.repeat(64, 64) for dtype, weight in weights.items()}
+    monkeypatch.setattr(operators, "library_path", lambda: Path("none"))
+    for native in (True, False):
+        monkeypatch.setattr(
+            kernels, "native_dtypes", lambda native=native: {torch.bfloat16: native}
+        )
+        assert kernel_for(weights[torch.float32]) is None
+        assert kernel_for(large[torch.float32]) == next(
+            name for name in ("MKL", "OneDNN") if works(name, torch.float32)
+        )
+        if works("FBGEMM", torch.bfloat16):
+            # oneDNN has bf16 products of its own, or emulates them slowly.
+            name = "OneDNN" if native and works("OneDNN", torch.bfloat16) else "FBGEMM"
+            assert kernel_for(large[torch.bfloat16]) == name
+            assert kernel_for(weights[torch.bfloat16]) == (None if native else "FBGEMM")
+
+
+@pytest.mark.usefixtures("_forgotten")
+@pytest.mark.skipif(operators.why_unsupported() is not None, reason="the library needs Linux")
+def test_the_librarys_kernels_serve_eager_forwards_once_it_was_built():
+    operators.build()
+    assert kernel_for(torch.randn(512, 512)) == "Blocks"
 
 
 def test_onednn_makes_kernels_for_few_numbers_of_tokens():

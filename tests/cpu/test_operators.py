@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.joined_linears import ALWAYS, KERNELS
-from hf_slospec.cpu.kernels import BLOCKS, DTYPES, SIZES, KernelChoice, is_right
 from hf_slospec.cpu.operators import plan_for_operators
-from hf_slospec.cpu.quantised import Codes, QuantisedMatrix
+from hf_slospec.cpu.quantised import Codes, PackedMatrix, dense
 from hf_slospec.model.batch import AttentionRules
 from tests.support.breadth import quick_or
 from tests.support.oracles.attention_rows import (
@@ -113,28 +111,19 @@ def test_attention_of_any_batch(spans, heads, options, dtype, is_invariant):
     check(spans, heads, dtype, **options, is_invariant=is_invariant)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernel", [None, *KERNELS])
-def test_joined_linear_layers(kernel, dtype):
-    if kernel is not None and not (
-        dtype in DTYPES.get(kernel, [dtype]) and is_right(KERNELS[kernel], dtype)
-    ):
-        pytest.skip(f"{kernel} does not compute in {dtype} here")
-    plain = [torch.randn(rows, 64, dtype=dtype) for rows in (96, 32, 32)]
-    packed = [] if kernel is None else [KERNELS[kernel](torch.cat(plain))]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("packed", [(), (0, 1, 2), (1,)], ids=str)
+def test_joined_linear_layers(packed, dtype):
+    plain = [torch.randn(rows, 64, dtype=dtype) for rows in (96, 32, 40)]
+    weights = [PackedMatrix(dense(w)) if i in packed else w for i, w in enumerate(plain)]
     context = operators.Context()
-    context.set_linear(
-        3,
-        plain,
-        packed,
-        KernelChoice(kernel=kernel, is_faster=(True, False) + (True,) * (len(SIZES) - 2)),
-    )
-    for num_tokens in (1, 3, 40, 700):
+    context.set_linear(3, weights)
+    for num_tokens in (1, 3, 17, 40, 700):
         x = torch.randn(1, num_tokens, 64, dtype=dtype)
-        out = torch.ops.hf_slospec.linear(x, context.tensor, 3, 160)
+        out = torch.ops.hf_slospec.linear(x, context.tensor, 3, 168)
         expected = torch.nn.functional.linear(x.float(), torch.cat(plain).float())
         torch.testing.assert_close(
-            out.float(), expected, rtol=2e-2, atol=0.02 if dtype == torch.float32 else 0.3
+            out.float(), expected, rtol=1e-2, atol=1e-4 if dtype == torch.float32 else 0.2
         )
 
 
@@ -145,10 +134,10 @@ def test_joined_quantised_layers(dtype):
         codes = torch.randint(0, 16, (outputs, 96)).to(torch.int8 if bits == 8 else torch.uint8)
         minima = torch.rand(outputs, 3) if bits == 5 else None
         matrices.append(
-            QuantisedMatrix(Codes(bits, codes, torch.rand(outputs, 3) / 10, minima=minima))
+            PackedMatrix(Codes(bits, codes, torch.rand(outputs, 3) / 10, minima=minima))
         )
     context = operators.Context()
-    context.set_linear(0, [], matrices, ALWAYS)
+    context.set_linear(0, matrices)
     weight = torch.cat([matrix.dequantised() for matrix in matrices])
     for num_tokens in (1, 2, 9, 70):
         x = torch.randn(1, num_tokens, 96, dtype=dtype)
@@ -159,12 +148,11 @@ def test_joined_quantised_layers(dtype):
         torch.testing.assert_close(out, torch.cat(parts, -1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kernel", [None, BLOCKS])
-def test_padding_of_a_single_token_is_not_multiplied(kernel):
+@pytest.mark.parametrize("packs", [False, True])
+def test_padding_of_a_single_token_is_not_multiplied(packs):
     weight = torch.randn(32, 64)
-    packed = [] if kernel is None else [KERNELS[kernel](weight)]
     context = operators.Context()
-    context.set_linear(0, [weight], packed, ALWAYS)
+    context.set_linear(0, [PackedMatrix(dense(weight)) if packs else weight])
     x = torch.randn(1, 2, 64)
     x[0, 1] = torch.nan
 
@@ -178,40 +166,47 @@ def test_padding_of_a_single_token_is_not_multiplied(kernel):
     assert outputs([(7, 1, ROOT), (3, 1, ROOT)])[1].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(70, 24), (64, 10), (3, 2), (200, 130)], ids=str)
-def test_products_of_blocks(shape, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(70, 24), (64, 10), (3, 2), (200, 130), (150, 64)], ids=str)
+def test_invariant_products_of_dense_weights(shape, dtype):
     weight = torch.randn(shape, dtype=dtype)
     x = torch.randn(300, shape[1], dtype=dtype)
-    blocks = operators.Blocks(weight)
-    out = blocks(x, None)
+    matrix = PackedMatrix(dense(weight), is_invariant=True)
+    out = matrix(x)
     tolerance = dict(rtol=1e-5, atol=1e-4) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, **tolerance)
-    for num_rows in (1, 2, 5, 7, 128, 131):  # whatever the others are
-        assert torch.equal(blocks(x[:num_rows], None), out[:num_rows])
+    for num_rows in (*range(1, 20), 31, 64, 70, 131):  # whatever the others are
+        assert torch.equal(matrix(x[:num_rows]), out[:num_rows])
     transposed = x.T.contiguous().T
     exact = x.double() @ weight.double().T + weight[:, 0].double()
-    torch.testing.assert_close(blocks(transposed, weight[:, 0]).double(), exact, **tolerance)
-    for chunk in (2, 8, 64):
-        chunked = operators.Blocks(weight, chunk)
-        torch.testing.assert_close(
-            chunked(x, None).double(), x.double() @ weight.double().T, **tolerance
-        )
-        assert torch.equal(chunked(x[:5], None), chunked(x, None)[:5])
+    torch.testing.assert_close(matrix(transposed, weight[:, 0]).double(), exact, **tolerance)
+    for span in (2, 8, 64):
+        chunked = PackedMatrix(dense(weight, span), is_invariant=True)
+        torch.testing.assert_close(chunked(x).double(), x.double() @ weight.double().T, **tolerance)
+        assert torch.equal(chunked(x[:5]), chunked(x)[:5])
 
 
-def test_blocks_refuse_other_dtypes_and_odd_inputs():
-    weights = [torch.randn(4, 4, dtype=torch.float16)]
-    if torch.ops.hf_slospec.block_elements(True) == 2:
-        weights.append(torch.randn(4, 3, dtype=torch.bfloat16))
-    for weight in weights:
-        with pytest.raises(OverflowError, match="no blocks"):
-            operators.Blocks(weight)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(70, 64), (500, 96), (16, 32), (3, 6), (49, 130)], ids=str)
+def test_products_of_dense_weights(shape, dtype):
+    weight = torch.randn(shape, dtype=dtype)
+    matrix = PackedMatrix(dense(weight))
+    tolerance = dict(rtol=1e-5, atol=1e-4) if dtype == torch.float32 else dict(rtol=1e-2, atol=2e-2)
+    for num_rows in (*range(1, 20), 31, 32, 33, 63, 64, 65, 130):
+        x = torch.randn(num_rows, shape[1], dtype=dtype)
+        torch.testing.assert_close(matrix(x).double(), x.double() @ weight.double().T, **tolerance)
+
+
+def test_products_refuse_other_dtypes_and_odd_inputs():
+    with pytest.raises(OverflowError, match="no pairs in 3 inputs"):
+        PackedMatrix(dense(torch.randn(4, 3, dtype=torch.bfloat16)))
+    with pytest.raises(RuntimeError, match="a product of Float"):
+        PackedMatrix(dense(torch.randn(4, 4).half()))(torch.randn(1, 4))
 
 
 def test_operators_refuse_wrong_sizes_and_contexts():
     context = operators.Context()
-    context.set_linear(0, [torch.randn(8, 4)], [], KernelChoice(kernel=None))
+    context.set_linear(0, [torch.randn(8, 4)])
     with pytest.raises(RuntimeError, match="has 8 outputs, not 9"):
         torch.ops.hf_slospec.linear(torch.randn(2, 4), context.tensor, 0, 9)
     with pytest.raises(RuntimeError, match="no context -1"):

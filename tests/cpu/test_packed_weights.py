@@ -69,20 +69,7 @@ def test_packed_layers_equal_plain_ones(monkeypatch, kernel, dtype, bias, sizes,
     torch.testing.assert_close(ours, plain)
 
 
-def test_torch_computes_where_it_is_faster(monkeypatch):
-    module = linear()
-    calls = list[int]()
-    force_kernel(monkeypatch, WORKING[0][0], is_faster=(False, True, True, True, True, False))
-    layers = packed(module)
-    (copy,) = copies(layers)
-    kernel = copy.matrices[0]
-    copy.matrices = [lambda input, bias: calls.append(len(input)) or kernel(input, bias)]
-    for num_tokens in (1, 2, 4, 5, 64, 65, 300):
-        computed(module, rows(1, num_tokens, 24), layers)
-    assert calls == [2, 4, 5, 64]
-
-
-def test_only_layers_whose_kernel_is_faster_are_packed(monkeypatch):
+def test_layers_without_a_kernel_are_not_packed(monkeypatch):
     force_kernel(monkeypatch, "none")
     assert not copies(packed(linear()))
 

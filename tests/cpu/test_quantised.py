@@ -9,7 +9,7 @@ import torch
 
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.formats import GGUF_TYPES, codes_of_gguf, codes_of_torchao
-from hf_slospec.cpu.quantised import FLOAT8, Codes, QuantisedMatrix, quantise
+from hf_slospec.cpu.quantised import FLOAT8, Codes, PackedMatrix, quantise
 from hf_slospec.errors import UnsupportedModelError
 
 OUTPUTS, INPUTS = 88, 512  # five and a half blocks
@@ -51,7 +51,7 @@ def gguf_weight(name, seed=0):
 @pytest.mark.parametrize("name", GGUF_TYPES)
 def test_weights_of_gguf_files_are_read_without_rounding(name):
     data, weight = gguf_weight(name)
-    matrix = QuantisedMatrix(codes_of_gguf(name, data))
+    matrix = PackedMatrix(codes_of_gguf(name, data))
     torch.testing.assert_close(matrix.dequantised(), weight, rtol=1e-6, atol=1e-6)
     assert matrix.num_bytes <= 1.1 * data.nbytes * 96 / OUTPUTS  # of whole blocks
 
@@ -60,7 +60,7 @@ def test_weights_of_gguf_files_are_read_without_rounding(name):
 @pytest.mark.parametrize("name", GGUF_TYPES)
 def test_products_are_those_of_the_dequantised_weight(name, num_rows):
     data, weight = gguf_weight(name)
-    matrix = QuantisedMatrix(codes_of_gguf(name, data))
+    matrix = PackedMatrix(codes_of_gguf(name, data))
     torch.manual_seed(num_rows)
     bias = torch.randn(OUTPUTS)
     for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)):
@@ -72,7 +72,7 @@ def test_products_are_those_of_the_dequantised_weight(name, num_rows):
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.006), (4, 0.1)])
 def test_quantising_is_as_close_as_gguf(bits, error):
     weight = torch.randn(OUTPUTS, INPUTS, generator=torch.manual_seed(0))
-    ours = QuantisedMatrix(quantise(weight, bits)).dequantised()
+    ours = PackedMatrix(quantise(weight, bits)).dequantised()
     kind = gguf.GGMLQuantizationType.Q8_0 if bits == 8 else gguf.GGMLQuantizationType.Q4_0
     theirs = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
     ours_error, theirs_error = (
@@ -80,13 +80,13 @@ def test_quantising_is_as_close_as_gguf(bits, error):
     )
     assert ours_error < error
     assert ours_error == pytest.approx(theirs_error, rel=0.01)
-    zeros = QuantisedMatrix(quantise(torch.zeros(16, 32), bits))
+    zeros = PackedMatrix(quantise(torch.zeros(16, 32), bits))
     assert not zeros.dequantised().any()
 
 
 def test_rows_are_those_of_the_indices():
     data, weight = gguf_weight("Q6_K")
-    matrix = QuantisedMatrix(codes_of_gguf("Q6_K", data))
+    matrix = PackedMatrix(codes_of_gguf("Q6_K", data))
     indices = torch.tensor([[0, 87], [16, 3]])
     torch.testing.assert_close(matrix.rows(indices), weight[indices])
     with pytest.raises(IndexError, match="row 88 of 88"):
@@ -99,7 +99,7 @@ def test_what_cannot_be_packed():
     with pytest.raises(OverflowError, match="no groups of 32 in 40 inputs"):
         quantise(torch.zeros(16, 40), 8)
     with pytest.raises(OverflowError, match="no groups of 32"):
-        QuantisedMatrix(Codes(8, torch.zeros(16, 40, dtype=torch.int8), torch.zeros(16, 1)))
+        PackedMatrix(Codes(8, torch.zeros(16, 40, dtype=torch.int8), torch.zeros(16, 1)))
 
 
 TORCHAO = {
@@ -123,7 +123,7 @@ def test_weights_of_torchao_are_read_without_rounding(name):
         layer[0].weight[0, :9] *= 1e-3  # subnormal numbers of float8
     quantization.quantize_(layer, TORCHAO[name](quantization))
     weight = layer[0].weight
-    matrix = QuantisedMatrix(codes_of_torchao(weight)())
+    matrix = PackedMatrix(codes_of_torchao(weight)())
     assert matrix.bits == {"int8": 8, "int4": 4, "float8": FLOAT8}[name.partition("-")[0]]
     expected = weight.dequantize()
     torch.testing.assert_close(matrix.dequantised(), expected, rtol=1e-6, atol=1e-7)

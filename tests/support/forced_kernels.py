@@ -1,21 +1,18 @@
-"""Kernels for packed weights, forced instead of measured."""
+"""Kernels for packed weights, forced instead of chosen."""
 
 from __future__ import annotations
 
-from hf_slospec.cpu import kernels as kernel_choice
-from hf_slospec.cpu.kernels import DTYPES, PACKING, SIZES, KernelChoice, works
+from hf_slospec.cpu import kernels, packed_weights
+from hf_slospec.cpu.kernels import DTYPES, PACKING, works
 
-ALL_FASTER = (True,) * len(SIZES)
 WORKING = [(name, dtype) for name in PACKING for dtype in DTYPES[name] if works(name, dtype)]
 
 
-def force_kernel(monkeypatch, name, is_faster=ALL_FASTER):
-    """Make every measurement find one kernel, where it works at all, and forget those of before."""
-    found: dict[str, KernelChoice] = {}
+def force_kernel(monkeypatch, name):
+    """Make every choice find one kernel, where it works at all."""
 
-    def measured(weights, kernels):
-        return KernelChoice(kernel=name if name in kernels else None, is_faster=tuple(is_faster))
+    def chosen(weight):
+        return name if name in PACKING and works(name, weight.dtype) else None
 
-    monkeypatch.setattr(kernel_choice, "_measured", measured)
-    monkeypatch.setattr(kernel_choice, "_choices", lambda num_threads: found)
-    monkeypatch.setattr(kernel_choice, "_save", lambda choices: None)
+    for module in (kernels, packed_weights):
+        monkeypatch.setattr(module, "kernel_for", chosen)

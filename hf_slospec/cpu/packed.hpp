@@ -1,6 +1,7 @@
-// Products with quantised weights, which stay packed: codes of 4, 5, 6 or 8 bits and scales of 16 or 32 inputs each.
+// Products with packed weights, in blocks of LANES outputs that are read in sequence: dense ones in bf16, fp16 or fp32, and
+// quantised ones, of codes of 4, 5, 6 or 8 bits and scales of 16 or 32 inputs each.
 //
-// A weight is code * scale - minimum. Codes are decoded in registers, once for several rows, and multiplied as they are:
+// A quantised weight is code * scale - minimum. Codes are decoded in registers, once for several rows, and multiplied as they are:
 // in pairs of bf16 where the CPU has such products and the input is bf16, else in fp32. Sums of one span of inputs are
 // multiplied by its scale in fp32, so that nothing but the input is rounded. For many rows, weights are dequantised in the
 // input's dtype.
@@ -18,22 +19,26 @@ constexpr int64_t VECTORS = LANES / WIDTH;  // per block of outputs
 
 // Bits of a code. Groups of 4-bit codes are 4 times 16 dwords, one per output: word h, nibble p of dword vector c has
 // input 8 * c + 2 * p + h. Behind them are 16 dwords of fifth bits, at bit 4 * c + p of word h, or 32 dwords of fifth
-// and sixth bits, at bit 2 * (4 * (c % 2) + p) of dword vector c / 2. 8-bit codes are [16 pairs][2][16 outputs]. FLOAT is
-// float8_e4m3fn, of which `scales` hold 256 times the scale.
-enum Code { FOUR = 4, FIVE = 5, SIX = 6, EIGHT = 8, FLOAT = 9 };
-constexpr int64_t bytes_of(int code) { return LANES * GROUP * std::min(code, 8) / 8; }
+// and sixth bits, at bit 2 * (4 * (c % 2) + p) of dword vector c / 2. 8-bit codes are [16 pairs][2][16 outputs]. FLOAT8 is
+// float8_e4m3fn, of which `scales` hold 256 times the scale. Weights in the other codes are dense: their blocks are
+// [inputs][LANES], in bf16 [inputs / 2][LANES][2].
+enum Code { FOUR = 4, FIVE = 5, SIX = 6, EIGHT = 8, FLOAT8 = 9, BF16 = 16, FP16 = 17, FP32 = 32 };
+constexpr int64_t bytes_of(int code) { return LANES * GROUP * std::min(code, 8) / 8; }  // of a group of a quantised weight
+constexpr bool is_dense(int code) { return code >= BF16; }
 
-struct Quantised {
-  int64_t code;     // a Code
-  int64_t zero;     // code of the value 0; codes of 8 bits are signed
+struct Packed {
+  int64_t code;       // a Code
+  int64_t zero;       // code of the value 0; codes of 8 bits are signed
   int64_t outputs;
-  int64_t span;     // inputs per scale: 32, or 16 of codes of 6 bits
-  int64_t shared;   // spans per factor of `scales`, with which each `steps` entry is multiplied
-  Tensor codes;     // [num_blocks, num_groups, bytes] uint8
-  Tensor scales;    // [num_blocks, num_spans / shared, LANES] fp32 or fp16
-  Tensor steps;     // [num_blocks, num_spans, LANES] int8; undefined: all are 1
-  Tensor minima;    // as `scales`; undefined: all are 0
-  Tensor min_steps; // as `steps`
+  int64_t inputs;
+  int64_t span;       // inputs per scale: 32, or 16 of codes of 6 bits; of a dense weight: per partial sum
+  int64_t shared;     // spans per factor of `scales`, with which each `steps` entry is multiplied
+  bool is_invariant;  // the bits of a row's products do not depend on the number of rows; of dense weights only
+  Tensor codes;       // [num_blocks, num_groups, bytes] uint8, or [num_blocks, inputs, LANES] of a dense weight
+  Tensor scales;      // [num_blocks, num_spans / shared, LANES] fp32 or fp16
+  Tensor steps;       // [num_blocks, num_spans, LANES] int8; undefined: all are 1
+  Tensor minima;      // as `scales`; undefined: all are 0
+  Tensor min_steps;   // as `steps`
 };
 
 // Returns WIDTH bytes as floats.
@@ -49,16 +54,6 @@ inline vec load(const int8_t* from) {
 #endif
 }
 
-inline vec load_half(const at::Half* from) {
-#if defined(__AVX512F__)
-  return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__AVX2__) && defined(__F16C__)
-  return (vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-  return load(from);
-#endif
-}
-
 // Returns WIDTH numbers in float8_e4m3fn, divided by 256, which fp16 with the same bits holds; that has subnormals of all CPUs.
 inline vec load_float8(const uint8_t* from) {
 #if defined(__AVX512F__)
@@ -70,14 +65,14 @@ inline vec load_float8(const uint8_t* from) {
   alignas(64) at::Half halves[WIDTH];
   for (int64_t i = 0; i < WIDTH; ++i)
     halves[i] = at::Half(uint16_t((from[i] & 0x80) << 8 | (from[i] & 0x7F) << 7), at::Half::from_bits());
-  return load_half(halves);
+  return load(halves);
 #endif
 }
 
 // Returns WIDTH codes of 8 bits.
 template <int C>
 inline vec load_code(const uint8_t* from) {
-  if constexpr (C == FLOAT) return load_float8(from);
+  if constexpr (C == FLOAT8) return load_float8(from);
   return load(reinterpret_cast<const int8_t*>(from));
 }
 
@@ -101,7 +96,7 @@ struct Factors {
 
   vec at(int64_t block, int64_t span, int64_t v) const {
     const int64_t index = (block * (num_spans / shared) + span / shared) * LANES + v * WIDTH;
-    const vec value = floats ? load(floats + index) : load_half(halves + index);
+    const vec value = floats ? load(floats + index) : load(halves + index);
     return steps ? value * load(steps + (block * num_spans + span) * LANES + v * WIDTH) : value;
   }
 };
@@ -168,11 +163,11 @@ inline __m512i low_table(const Table& table) {
 
 // out[r][0:LANES] = products of R rows of E with one block.
 template <int C, int R, typename E>
-inline void block_rows(const Quantised& weight, const E* x, int64_t x_stride, const float* input_sums, int64_t sum_stride,
+inline void block_rows(const Packed& weight, const E* x, int64_t x_stride, const float* input_sums, int64_t sum_stride,
                        int64_t block, float* out) {
   constexpr bool IS_PAIR = std::is_same_v<E, pair>;
   constexpr int PARTS = IS_PAIR ? (R == 1 ? 4 : R <= 3 ? 2 : 1) : 1;  // sums that do not wait for each other
-  const int64_t num_groups = weight.codes.size(1), num_spans = num_groups * GROUP / weight.span;
+  const int64_t num_groups = weight.codes.size(1), num_spans = weight.inputs / weight.span;
   const uint8_t* group = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
   const int64_t per_span = weight.span / (IS_PAIR ? 2 : 1);
   const Factors scales(weight.scales, weight.steps, num_spans, weight.shared);
@@ -230,7 +225,7 @@ inline void block_rows(const Quantised& weight, const E* x, int64_t x_stride, co
     for (int64_t v = 0; v < VECTORS; ++v) store(out + r * LANES + v * WIDTH, totals[r][v]);
 }
 
-constexpr int MAX_QUANTISED_ROWS = WIDTH == 16 ? 8 : 4;
+constexpr int MAX_PACKED_ROWS = WIDTH == 16 ? 8 : 4;
 // Where other kernels serve the rows that matter, fewer numbers of rows have one of their own, as each takes the
 // compiler half a second.
 #ifdef HAS_TILES
@@ -240,8 +235,8 @@ constexpr bool HAS_FEW_SIZES = false;
 #endif
 
 // The same for any number of rows.
-template <int C, int R = MAX_QUANTISED_ROWS, typename E>
-inline void block_products(const Quantised& weight, int64_t rows, const E* x, int64_t x_stride, const float* input_sums,
+template <int C, int R = MAX_PACKED_ROWS, typename E>
+inline void block_products(const Packed& weight, int64_t rows, const E* x, int64_t x_stride, const float* input_sums,
                            int64_t sum_stride, int64_t block, float* out) {
   for (; rows >= R; rows -= R, x += R * x_stride, out += R * LANES, input_sums += R * sum_stride)
     block_rows<C, R>(weight, x, x_stride, input_sums, sum_stride, block, out);
@@ -249,10 +244,73 @@ inline void block_products(const Quantised& weight, int64_t rows, const E* x, in
     if (rows) block_products<C, HAS_FEW_SIZES ? R / 2 : R - 1>(weight, rows, x, x_stride, input_sums, sum_stride, block, out);
 }
 
-// to[0:inputs][0:LANES] = the weights of a block, rounded to E; rows of `to` are BLOCK apart.
+// Returns the products' factors that one element of a dense weight in memory holds, for WIDTH outputs.
+inline std::array<vec, 1> factors_at(const float* from, float) { return {load(from)}; }
+inline std::array<vec, 1> factors_at(const at::Half* from, float) { return {load(from)}; }
+inline std::array<vec, 1> factors_at(const pair* from, pair) { return {load(from)}; }
+inline std::array<vec, 2> factors_at(const pair* from, float) {
+  uvec bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return {(vec)(bits << 16), (vec)(bits & 0xFFFF0000)};  // bf16 is the upper half of a float
+}
+
+// Elements of x that are multiplied with one element of a dense weight in memory.
+template <typename E, typename W>
+constexpr int64_t PER_ELEMENT = std::is_same_v<W, pair> && std::is_same_v<E, float> ? 2 : 1;
+
+// out[b][r][0:LANES] = products of R rows with B blocks of a dense weight, [n][LANES] each. A row's sums do not depend on
+// the number of rows. Every `span` elements of the weight are summed by themselves and then added.
+template <int R, int B, typename E, typename W>
+inline void dense_rows(const E* x, int64_t x_stride, const W* blocks, int64_t n, int64_t span, float* out) {
+  constexpr int64_t AHEAD = 8192 / B / sizeof(W);  // elements from what is read to what is prefetched
+  constexpr int64_t PARTS = PER_ELEMENT<E, W>;
+  vec totals[B][R][VECTORS] = {};
+  for (int64_t begin = 0; begin < n; begin += span) {
+    vec sums[B][R][VECTORS] = {};
+    const int64_t end = std::min(begin + span, n);
+#pragma GCC unroll 4
+    for (int64_t i = begin; i < end; ++i)
+      for (int b = 0; b < B; ++b) {
+        const W* from = blocks + (b * n + i) * LANES;
+        __builtin_prefetch(from + AHEAD);
+        std::array<vec, PARTS> factors[VECTORS];
+        for (int64_t v = 0; v < VECTORS; ++v) factors[v] = factors_at(from + v * WIDTH, E());
+        for (int64_t part = 0; part < PARTS; ++part)
+          for (int r = 0; r < R; ++r)
+            for (int64_t v = 0; v < VECTORS; ++v)
+              sums[b][r][v] = add_products(sums[b][r][v], x[r * x_stride + i * PARTS + part], factors[v][part]);
+      }
+    for (int b = 0; b < B; ++b)
+      for (int r = 0; r < R; ++r)
+        for (int64_t v = 0; v < VECTORS; ++v) totals[b][r][v] += sums[b][r][v];
+  }
+  for (int b = 0; b < B; ++b)
+    for (int r = 0; r < R; ++r)
+      for (int64_t v = 0; v < VECTORS; ++v) store(out + (b * R + r) * LANES + v * WIDTH, totals[b][r][v]);
+}
+
+// Number of rows that are multiplied with a dense weight in one pass: of 32 registers, 24 hold sums; of 16, 12.
+constexpr int64_t DENSE_ROWS = VECTORS == 1 ? 12 : 6;
+
+// Elements of a dense weight in memory.
+template <int C>
+using Stored = std::conditional_t<C == FP32, float, std::conditional_t<C == FP16, at::Half, pair>>;
+
+// to[0:inputs][0:LANES] = the weights of a block, rounded to E.
 template <int C, typename E>
-void dequantise(const Quantised& weight, int64_t block, E* to) {
-  const int64_t num_groups = weight.codes.size(1), inputs = num_groups * GROUP, num_spans = inputs / weight.span;
+void dequantise(const Packed& weight, int64_t block, E* to) {
+  if constexpr (is_dense(C)) {
+    using W = Stored<C>;
+    constexpr int64_t PARTS = PER_ELEMENT<E, W>;
+    const W* from = static_cast<const W*>(weight.codes.const_data_ptr()) + block * weight.inputs / PARTS * LANES;
+    for (int64_t i = 0; i < weight.inputs / PARTS; ++i)
+      for (int64_t v = 0; v < VECTORS; ++v) {
+        const auto factors = factors_at(from + i * LANES + v * WIDTH, E());
+        for (int64_t part = 0; part < PARTS; ++part) store(to + (i * PARTS + part) * LANES + v * WIDTH, factors[part]);
+      }
+    return;
+  }
+  const int64_t num_groups = weight.codes.size(1), inputs = weight.inputs, num_spans = inputs / weight.span;
   const uint8_t* codes = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
   const Factors scales(weight.scales, weight.steps, num_spans, weight.shared);
   const Factors minima(weight.minima, weight.min_steps, num_spans, weight.shared);
@@ -270,7 +328,7 @@ void dequantise(const Quantised& weight, int64_t block, E* to) {
     }();
     const __m512i in_pairs = _mm512_load_si512(order.data());
     vec scale = {}, minimum = {};
-    for (int64_t input = 0; input < inputs; input += 2, to += BLOCK) {
+    for (int64_t input = 0; input < inputs; input += 2, to += LANES) {
       if (input % weight.span == 0) scale = factor(scales, input, 0), minimum = factor(minima, input, 0);
       const __m512i code = decoded_pair<C>(codes + input / GROUP * bytes_of(C), input % GROUP / 2, table, nibbles);
       const vec even = (vec)_mm512_slli_epi32(code, 16) * scale - minimum;
@@ -279,7 +337,7 @@ void dequantise(const Quantised& weight, int64_t block, E* to) {
     }
 #endif
   } else {
-    for (int64_t input = 0; input < inputs; ++input, to += BLOCK)
+    for (int64_t input = 0; input < inputs; ++input, to += LANES)
       for (int64_t v = 0; v < VECTORS; ++v) {
         const vec code = decoded<C>(codes + input / GROUP * bytes_of(C), input % GROUP, v * WIDTH, int32_t(weight.zero));
         store(to + v * WIDTH, code * factor(scales, input, v) - factor(minima, input, v));
@@ -317,9 +375,9 @@ inline void configure_tiles(int64_t rows, int64_t span) {
 
 // out[block][r][0:LANES] = products of the tiles' rows with up to TILE_BLOCKS blocks from `block` on.
 template <int C>
-void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t x_stride, const float* input_sums,
+void tile_products(const Packed& weight, int64_t rows, const pair* x, int64_t x_stride, const float* input_sums,
                    int64_t sum_stride, int64_t block, int64_t blocks, float* out) {
-  const int64_t num_groups = weight.codes.size(1), num_spans = num_groups * GROUP / weight.span;
+  const int64_t num_groups = weight.codes.size(1), num_spans = weight.inputs / weight.span;
   const int64_t num_pairs = weight.span / 2;
   const uint8_t* codes = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
   const Table table(weight.zero);
@@ -385,35 +443,7 @@ void tile_products(const Quantised& weight, int64_t rows, const pair* x, int64_t
   }
 }
 
-// out[r][0:BLOCK] = sum over n pairs of x[r][i] * b[i][0:BLOCK] for 2 * TILE_ROWS rows, with the tiles of 32 inputs.
-inline void add_tiles(const pair* x, int64_t x_stride, const pair* b, int64_t n, float* out) {
-  finish_stores();
-  for (int64_t column = 0; column < BLOCK; column += 2 * LANES) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t i = 0; i < n; i += GROUP / 2) {
-      _tile_loadd(4, x + i, x_stride * sizeof(pair));
-      _tile_loadd(5, x + TILE_ROWS * x_stride + i, x_stride * sizeof(pair));
-      _tile_loadd(6, b + i * BLOCK + column, BLOCK * sizeof(pair));
-      _tile_loadd(7, b + i * BLOCK + column + LANES, BLOCK * sizeof(pair));
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, out + column, BLOCK * sizeof(float));
-    _tile_stored(1, out + column + LANES, BLOCK * sizeof(float));
-    _tile_stored(2, out + TILE_ROWS * BLOCK + column, BLOCK * sizeof(float));
-    _tile_stored(3, out + TILE_ROWS * BLOCK + column + LANES, BLOCK * sizeof(float));
-  }
-}
 #endif
-
-// Rows that are multiplied together where weights are dequantised once for all rows, and rounded to the dtype of the
-// input; for twice as many rows or more that is faster.
-constexpr int64_t MANY_ROWS = 32;
 
 // Rows in T, and where their products with a weight go.
 template <typename T>
@@ -434,73 +464,181 @@ struct Rows {
   }
 };
 
-// Multiplies at least MANY_ROWS rows with blocks of a weight.
-template <int C, typename T>
-void multiply_many(const Quantised& weight, const Rows<T>& rows, int64_t begin, int64_t end) {
-  using E = Element<T>;
-  constexpr int64_t BLOCKS = BLOCK / LANES;
-  std::vector<E> factors(rows.width * BLOCK);
-  std::vector<float> sums(MANY_ROWS * BLOCK);
 #ifdef HAS_TILES
-  const bool tiles = std::is_same_v<E, pair> && has_tiles();
-  if (tiles) configure_tiles(TILE_ROWS, GROUP);
-#endif
-  for (int64_t block = begin; block < end; block += BLOCKS) {
-    const int64_t blocks = std::min(BLOCKS, end - block);
-    for (int64_t b = 0; b < blocks; ++b) dequantise<C>(weight, block + b, factors.data() + b * LANES);
-    for (int64_t next_row = 0; next_row < rows.num_rows; next_row += MANY_ROWS) {
-      const int64_t row = std::min(next_row, rows.num_rows - MANY_ROWS);  // some rows are computed twice, alike
-      const E* x = rows.x + row * rows.width;
-      const auto multiply = [&] {
-#ifdef HAS_TILES
-        if constexpr (std::is_same_v<E, pair>)
-          if (tiles) return add_tiles(x, rows.width, factors.data(), rows.width, sums.data());
-#endif
-        std::fill(sums.begin(), sums.end(), 0.0f);
-        add_product(MANY_ROWS, x, rows.width, factors.data(), BLOCK, rows.width, sums.data(), BLOCK);
-      };
-      multiply();
-      for (int64_t r = 0; r < MANY_ROWS; ++r)
-        for (int64_t b = 0; b < blocks; ++b) rows.write(row + r, block + b, &sums[r * BLOCK + b * LANES]);
+// Multiplies rows with dense blocks of bf16 pairs; tiles must be configured for up to TILE_ROWS rows and GROUP inputs.
+inline void multiply_tiles(const pair* weights, const Rows<at::BFloat16>& rows, int64_t first, int64_t num_blocks) {
+  constexpr int64_t STEP = GROUP / 2, X_TILE = 64;
+  const int64_t x_stride = rows.width * sizeof(pair);
+  alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
+  const auto block_at = [&](int64_t b) { return weights + std::min(b, num_blocks - 1) * rows.width * LANES; };
+  const auto write = [&](const float (&from)[TILE_ROWS][LANES], int64_t row, int64_t b) {
+    for (int64_t r = 0; b < num_blocks && r < std::min(TILE_ROWS, rows.num_rows); ++r) rows.write(row + r, first + b, from[r]);
+  };
+  if (rows.num_rows < 2 * TILE_ROWS) {
+    const int64_t size = std::min(TILE_ROWS, rows.num_rows);
+    for (int64_t b = 0; b < num_blocks; b += TILE_BLOCKS)
+      for (int64_t next_row = 0; next_row < rows.num_rows; next_row += size) {
+        const int64_t row = std::min(next_row, rows.num_rows - size);  // some rows are computed twice, alike
+        const pair *x = rows.x + row * rows.width, *w0 = block_at(b), *w1 = block_at(b + 1), *w2 = block_at(b + 2),
+                   *w3 = block_at(b + 3);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t i = 0; i < rows.width; i += STEP) {
+          _tile_loadd(4, x + i, x_stride);
+          _tile_loadd(6, w0 + i * LANES, X_TILE);
+          _tile_loadd(7, w1 + i * LANES, X_TILE);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_loadd(6, w2 + i * LANES, X_TILE);
+          _tile_loadd(7, w3 + i * LANES, X_TILE);
+          _tile_dpbf16ps(2, 4, 6);
+          _tile_dpbf16ps(3, 4, 7);
+        }
+        _tile_stored(0, sums[0], X_TILE);
+        _tile_stored(1, sums[1], X_TILE);
+        _tile_stored(2, sums[2], X_TILE);
+        _tile_stored(3, sums[3], X_TILE);
+        finish_stores();
+        for (int64_t i = 0; i < TILE_BLOCKS; ++i) write(sums[i], row, b + i);
+      }
+    return;
+  }
+  for (int64_t next_row = 0; next_row < rows.num_rows; next_row += 2 * TILE_ROWS) {
+    const int64_t row = std::min(next_row, rows.num_rows - 2 * TILE_ROWS);
+    const pair *x = rows.x + row * rows.width, *y = x + TILE_ROWS * rows.width;
+    for (int64_t b = 0; b < num_blocks; b += 2) {
+      const pair *w0 = block_at(b), *w1 = block_at(b + 1);
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t i = 0; i < rows.width; i += STEP) {
+        _tile_loadd(4, x + i, x_stride);
+        _tile_loadd(5, y + i, x_stride);
+        _tile_loadd(6, w0 + i * LANES, X_TILE);
+        _tile_loadd(7, w1 + i * LANES, X_TILE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, sums[0], X_TILE);
+      _tile_stored(1, sums[1], X_TILE);
+      _tile_stored(2, sums[2], X_TILE);
+      _tile_stored(3, sums[3], X_TILE);
+      finish_stores();
+      for (int64_t i = 0; i < 4; ++i) write(sums[i], row + i / 2 * TILE_ROWS, b + i % 2);
     }
   }
-#ifdef HAS_TILES
-  if (tiles) _tile_release();
+}
 #endif
+
+// Multiplies `num_rows` rows, at most R, with some dense blocks.
+template <int R = DENSE_ROWS, typename W, typename T>
+void multiply_few(const W* blocks, int64_t span, const Rows<T>& rows, int64_t row, int64_t num_rows, int64_t first,
+                  int64_t num_blocks) {
+  if constexpr (R > 1)
+    if (num_rows < R) return multiply_few<R - 1>(blocks, span, rows, row, num_rows, first, num_blocks);
+  constexpr int64_t B = R == 1 ? 4 : R == 2 || VECTORS == 1 ? 2 : 1;  // sums that do not wait for each other
+  const int64_t n = rows.width / PER_ELEMENT<Element<T>, W>;
+  float sums[B * R * LANES];
+  const auto multiply = [&](int64_t block, auto count) {
+    dense_rows<R, count.value>(rows.x + row * rows.width, rows.width, blocks + block * n * LANES, n, span, sums);
+    for (int64_t b = 0; b < count.value; ++b)
+      for (int64_t r = 0; r < R; ++r) rows.write(row + r, first + block + b, &sums[(b * R + r) * LANES]);
+  };
+  int64_t b = 0;
+  for (; b + B <= num_blocks; b += B) multiply(b, std::integral_constant<int, B>());
+  for (; b < num_blocks; ++b) multiply(b, std::integral_constant<int, 1>());
 }
 
-// Multiplies rows with blocks of a weight.
-template <int C, typename T>
-void multiply_range(const Quantised& weight, const Rows<T>& rows, int64_t begin, int64_t end) {
-  if (rows.num_rows >= 2 * MANY_ROWS) return multiply_many<C>(weight, rows, begin, end);
+// Multiplies rows with dense blocks in W, [num_blocks, rows.width, LANES], of which the first writes output first * LANES.
+template <typename W, typename T>
+void multiply_dense(const W* weights, int64_t span, bool is_invariant, const Rows<T>& rows, int64_t first,
+                    int64_t num_blocks) {
+  const int64_t n = rows.width / PER_ELEMENT<Element<T>, W>;
 #ifdef HAS_TILES
-  if constexpr (std::is_same_v<Element<T>, pair>)
-    if (rows.num_rows > 1 && has_tiles()) {
-      alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
-      for (int64_t row = 0; row < rows.num_rows; row += TILE_ROWS) {
-        const int64_t num_rows = std::min(TILE_ROWS, rows.num_rows - row);
-        configure_tiles(num_rows, weight.span);
-        for (int64_t block = begin; block < end; block += TILE_BLOCKS) {
-          const int64_t blocks = std::min(TILE_BLOCKS, end - block);
-          tile_products<C>(weight, num_rows, rows.x + row * rows.width, rows.width, rows.sums + row * rows.num_spans,
-                           rows.num_spans, block, blocks, &sums[0][0][0]);
-          for (int64_t b = 0; b < blocks; ++b)
-            for (int64_t r = 0; r < num_rows; ++r) rows.write(row + r, block + b, sums[b][r]);
-        }
-      }
+  if constexpr (std::is_same_v<W, pair> && std::is_same_v<T, at::BFloat16>)
+    if (!is_invariant && rows.num_rows > 1 && n % (GROUP / 2) == 0 && has_tiles()) {
+      configure_tiles(std::min(TILE_ROWS, rows.num_rows), GROUP);
+      constexpr int64_t TOGETHER = 4;  // blocks that all rows use while they are in the cache
+      for (int64_t b = 0; b < num_blocks; b += TOGETHER)
+        multiply_tiles(weights + b * n * LANES, rows, first + b, std::min(TOGETHER, num_blocks - b));
       return _tile_release();
     }
 #endif
-  float sums[MAX_QUANTISED_ROWS * LANES];
-  for (int64_t block = begin; block < end; ++block)
-    for (int64_t row = 0; row < rows.num_rows; row += MAX_QUANTISED_ROWS) {
-      const int64_t num_rows = std::min<int64_t>(MAX_QUANTISED_ROWS, rows.num_rows - row);
-      block_products<C>(weight, num_rows, rows.x + row * rows.width, rows.width, rows.sums + row * rows.num_spans,
-                        rows.num_spans, block, sums);
-      for (int64_t r = 0; r < num_rows; ++r) rows.write(row + r, block, &sums[r * LANES]);
-    }
+  // The first pass waits for memory, so it has as many rows as possible; the others read the same blocks from a cache.
+  const int64_t first_rows = std::min(DENSE_ROWS, rows.num_rows), others = rows.num_rows - first_rows;
+  const int64_t num_others = (others + DENSE_ROWS - 1) / DENSE_ROWS, together = others ? 4 : num_blocks;
+  for (int64_t b = 0; b < num_blocks; b += together) {
+    const auto multiply = [&](int64_t begin, int64_t end) {
+      multiply_few(weights + b * n * LANES, span, rows, begin, end - begin, first + b, std::min(together, num_blocks - b));
+    };
+    multiply(0, first_rows);
+    for (int64_t i = 0; i < num_others; ++i)
+      multiply(first_rows + others * i / num_others, first_rows + others * (i + 1) / num_others);
+  }
 }
 
+// Number of rows from which on weights are converted to the dtype of the product once for all rows, rounded to the dtype of
+// the input; of dense ones where that takes instructions.
+constexpr int64_t MANY_ROWS = 64;
+
+// Multiplies rows with blocks of a weight.
+template <int C, typename T>
+void multiply_range(const Packed& weight, const Rows<T>& rows, int64_t begin, int64_t end) {
+  using E = Element<T>;
+  const auto convert = [&](auto weight_code) {
+    constexpr int64_t TOGETHER = 4;
+    std::vector<E> factors(TOGETHER * rows.width * LANES);
+    for (int64_t block = begin; block < end; block += TOGETHER) {
+      const int64_t blocks = std::min(TOGETHER, end - block);
+      for (int64_t b = 0; b < blocks; ++b) dequantise<weight_code.value>(weight, block + b, &factors[b * rows.width * LANES]);
+      multiply_dense(factors.data(), rows.width, weight.is_invariant, rows, block, blocks);
+    }
+  };
+  if constexpr (is_dense(C)) {
+    using W = Stored<C>;
+    if constexpr (!std::is_same_v<W, E>)
+      if (rows.num_rows >= MANY_ROWS && weight.span == weight.inputs)
+        return convert(std::integral_constant<int, C>());
+    const int64_t n = rows.width / PER_ELEMENT<E, W>, size = std::is_same_v<W, pair> ? 2 : 1;
+    const W* weights = static_cast<const W*>(weight.codes.const_data_ptr()) + begin * n * LANES;
+    return multiply_dense(weights, (weight.span + size - 1) / size, weight.is_invariant, rows, begin, end - begin);
+  } else {
+    if (rows.num_rows >= MANY_ROWS) return convert(std::integral_constant<int, C>());
+#ifdef HAS_TILES
+    if constexpr (std::is_same_v<E, pair>)
+      if (rows.num_rows > 1 && has_tiles()) {
+        alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
+        for (int64_t row = 0; row < rows.num_rows; row += TILE_ROWS) {
+          const int64_t num_rows = std::min(TILE_ROWS, rows.num_rows - row);
+          configure_tiles(num_rows, weight.span);
+          for (int64_t block = begin; block < end; block += TILE_BLOCKS) {
+            const int64_t blocks = std::min(TILE_BLOCKS, end - block);
+            tile_products<C>(weight, num_rows, rows.x + row * rows.width, rows.width, rows.sums + row * rows.num_spans,
+                             rows.num_spans, block, blocks, &sums[0][0][0]);
+            for (int64_t b = 0; b < blocks; ++b)
+              for (int64_t r = 0; r < num_rows; ++r) rows.write(row + r, block + b, sums[b][r]);
+          }
+        }
+        return _tile_release();
+      }
+#endif
+    float sums[MAX_PACKED_ROWS * LANES];
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t row = 0; row < rows.num_rows; row += MAX_PACKED_ROWS) {
+        const int64_t num_rows = std::min<int64_t>(MAX_PACKED_ROWS, rows.num_rows - row);
+        block_products<C>(weight, num_rows, rows.x + row * rows.width, rows.width, rows.sums + row * rows.num_spans,
+                          rows.num_spans, block, sums);
+        for (int64_t r = 0; r < num_rows; ++r) rows.write(row + r, block, &sums[r * LANES]);
+      }
+  }
+}
+
+// Calls a function with the code of a quantised weight.
 template <typename F>
 void with_code(int64_t code, F function) {
   switch (code) {
@@ -508,20 +646,24 @@ void with_code(int64_t code, F function) {
     case FIVE: return function(std::integral_constant<int, FIVE>());
     case SIX: return function(std::integral_constant<int, SIX>());
     case EIGHT: return function(std::integral_constant<int, EIGHT>());
-    case FLOAT: return function(std::integral_constant<int, FLOAT>());
+    case FLOAT8: return function(std::integral_constant<int, FLOAT8>());
     default: TORCH_CHECK(false, "no codes of kind ", code);
   }
 }
 
+// Code of dense weights in T.
+template <typename T>
+constexpr int DENSE = std::is_same_v<T, float> ? FP32 : std::is_same_v<T, at::Half> ? FP16 : BF16;
+
 // Returns x @ weight.T + bias, [..., outputs] in the input's dtype, for weights that are joined by their outputs.
-Tensor quantised_product(const Tensor& x, const std::vector<const Quantised*>& weights,
+Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights,
                          const std::optional<Tensor>& bias) {
   const int64_t inputs = x.size(-1), num_rows = x.numel() / inputs;
   int64_t outputs = 0, num_blocks = 0;
   std::vector<Tensor> sums;
   for (const auto* weight : weights) {
-    const int64_t width = weight->codes.size(1) * GROUP;
-    TORCH_CHECK(inputs == width, "a product of ", x.sizes(), " with a quantised weight of ", width, " inputs");
+    TORCH_CHECK(inputs == weight->inputs && (!is_dense(weight->code) || weight->codes.scalar_type() == x.scalar_type()),
+                "a product of ", x.scalar_type(), x.sizes(), " with a weight of ", weight->inputs, " inputs");
     outputs += weight->outputs, num_blocks += weight->codes.size(0);
     sums.emplace_back();
     if (weight->minima.defined())
@@ -545,20 +687,23 @@ Tensor quantised_product(const Tensor& x, const std::vector<const Quantised*>& w
                            sums[i].defined() ? sums[i].const_data_ptr<float>() : nullptr, inputs / weight.span,
                            bias ? biases.const_data_ptr<T>() + column : nullptr, out.mutable_data_ptr<T>() + column,
                            outputs, weight.outputs};
-        if (from < to) with_code(weight.code, [&](auto code) { multiply_range<code.value>(weight, rows, from, to); });
+        if (from < to && is_dense(weight.code))
+          multiply_range<DENSE<T>>(weight, rows, from, to);
+        else if (from < to)
+          with_code(weight.code, [&](auto code) { multiply_range<code.value>(weight, rows, from, to); });
         first += weight.codes.size(0), column += weight.outputs;
       }
     });
   };
-  AT_DISPATCH_SWITCH(x.scalar_type(), "quantised_product", AT_DISPATCH_CASE(at::kFloat, [&] { multiply(scalar_t()); })
+  AT_DISPATCH_SWITCH(x.scalar_type(), "packed_product", AT_DISPATCH_CASE(at::kFloat, [&] { multiply(scalar_t()); })
                      AT_DISPATCH_CASE(at::kBFloat16, [&] { multiply(scalar_t()); })
                      AT_DISPATCH_CASE(at::kHalf, [&] { multiply(scalar_t()); }));
   return out;
 }
 
 // Returns rows (outputs) of the weight, dequantised: [len(indices), inputs] fp32.
-Tensor quantised_rows(const Tensor& indices, const Quantised& weight) {
-  const int64_t num_groups = weight.codes.size(1), inputs = num_groups * GROUP;
+Tensor packed_rows(const Tensor& indices, const Packed& weight) {
+  const int64_t num_groups = weight.codes.size(1), inputs = weight.inputs;
   const Tensor wanted = indices.to(at::kLong).contiguous();
   auto out = at::empty({wanted.numel(), inputs}, at::kFloat);
   const int64_t* rows = wanted.const_data_ptr<int64_t>();
