@@ -40,7 +40,7 @@ def fresh(tensor):
 def _kernels(request, monkeypatch):
     product_kind.cache_clear()
     if not request.param:
-        monkeypatch.setattr(exact_products, "_has_blocks", lambda: False)
+        monkeypatch.setattr(exact_products, "_has_operators", lambda: False)
     yield
     product_kind.cache_clear()
 
