@@ -44,9 +44,9 @@ class SLOSpecConfig(PolicySettings):
     )
     prepack: bool | None = Field(
         None,
-        description="CPU: keep a second copy of the weights of linear layers, packed for the fastest kernel, which is "
-        "found by measurement: faster steps for up to twice the models' memory. None: where the copies take at most a "
-        "quarter of the free memory.",
+        description="CPU: keep a second copy of the weights of linear layers, packed for the fastest kernel of "
+        "this CPU: faster steps for up to twice the models' memory. None: where the copies take at most a quarter of "
+        "the free memory.",
     )
     weights: str = Field(
         "auto",
