@@ -43,7 +43,8 @@ def test_trees_are_those_of_the_reference(name, tmp_path, monkeypatch):
     inputs = ragged_prompts(3)
     method = load_drafter(folder_of(case, tmp_path), target)
     assert isinstance(method, HeadMethod) and method.feature_layers == case.features
-    kinds = {"": "DFlash", "selector": "DFlash2", "domino": "Domino"}
+    kinds = {"": "DFlash", "selector": "DFlash2", "domino": "Domino", "xpress": "XPress"}
+    kinds |= {"lattice": "LiLiCorr", "convolved lattice": "LiLiCorr"}
     assert method.kind == kinds.get(case.markov, "DSpark")
     checks = Checks(target, case.expected, texts_of(target, inputs, **GREEDY))
     ours = SLOSpecGenerator(
