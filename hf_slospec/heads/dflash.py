@@ -52,7 +52,9 @@ class DFlashHead(Head):
     config_class: Any = Qwen3Config
     kind = "DFlash"
     drafter_class: ClassVar[Any] = BlockDrafter
-    reads_whole_block: ClassVar[bool] = False  # trees need the outputs of more levels than they have
+    reads_whole_block: ClassVar[bool] = (
+        False  # trees need the outputs of more levels than they have
+    )
     caches_context = True  # a forward of context tokens only caches K and V, without attention
     known: ClassVar[set[str]] = KNOWN
     layer_class: ClassVar[Any] = Qwen3DecoderLayer

@@ -120,9 +120,7 @@ class CandidateSelector(nn.Module):
         return context @ self.successor_codebook[candidates].transpose(1, 2)
 
 
-def scattered(
-    scores: torch.Tensor, candidates: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
+def scattered(scores: torch.Tensor, candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return logits over a vocabulary that are -inf but for the candidates.
 
     Args:

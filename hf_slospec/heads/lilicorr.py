@@ -218,7 +218,8 @@ class LiLiCorrHead(SequentialHead):
         width = settings["hidden_size"] or self.config.hidden_size
         if width % settings["num_heads"]:
             raise UnsupportedModelError(
-                f"the {self.kind} head has {settings['num_heads']} heads in a width of {width}, which they do not divide"
+                f"the {self.kind} head has a width of {width}, which its {settings['num_heads']} attention heads do "
+                "not divide"
             )
         if self._setting("sample_from_anchor") or self._setting("query_zero_predicts_next"):
             raise UnsupportedModelError(

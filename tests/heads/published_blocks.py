@@ -1,5 +1,5 @@
-"""Random checkpoints of block heads (DFlash, DSpark, Domino, XPress, LiLiCorr) in their publishers' layouts, and the trees that
-they must draft.
+"""Random checkpoints of block heads (DFlash, DSpark, Domino, XPress, LiLiCorr) in their publishers'
+layouts, and the trees that they must draft.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def block_tensors(markov="", confidence=0, draft_vocab=VOCAB, num_features=2):
         shapes |= lattice_shapes(HIDDEN if markov == "lattice" else 2 * RANK)
     elif markov == "xpress":
         linears = dict(down_h=(RANK, HIDDEN), down_g=(RANK, HIDDEN), in_proj=(RANK, 3 * RANK))
-        linears |= dict(mlp_gate=(2 * RANK, RANK), mlp_up=(2 * RANK, RANK), mlp_down=(RANK, 2 * RANK))
+        linears |= dict(
+            mlp_gate=(2 * RANK, RANK), mlp_up=(2 * RANK, RANK), mlp_down=(RANK, 2 * RANK)
+        )
         linears |= dict(token_embed=(VOCAB, RANK), readout=(draft_vocab, RANK))
         shapes |= {f"refiner_head.{name}.weight": shape for name, shape in linears.items()}
         shapes |= {"refiner_head.mix_l": (RANK, BLOCK, BLOCK)}
@@ -146,7 +148,9 @@ def lattice_shapes(size):
         "layers.0.mlp.up_proj": (2 * size, size), "layers.0.mlp.down_proj": (size, 2 * size),
     } | ({} if size == HIDDEN else {"token_proj": (size, HIDDEN)})  # fmt: skip
     norms = ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm")
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": shape for name, shape in linears.items()
+    }
     shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
     shapes |= {f"{name}.weight": (size,) for name in norms}
     shapes |= {
@@ -222,24 +226,13 @@ class Case:
                     features, block, self.tensors, self.layers, HEAD_DIM
                 )
             if self.markov:
-                return self._beam(tokens, states, lm_head, ids, plan, features)
+
+                def after(path):
+                    return self._after(tokens, path, states, lm_head, features)
+
+                return best_paths(after, ids, plan, BLOCK - self.first_slot)
             probs = references.capped(states[self.first_slot :] @ lm_head.T, self.cap).softmax(-1)
         return best_products(probs, ids, plan)
-
-    def _beam(self, tokens, states, lm_head, ids, plan, features):
-        beam = {(): 1.0}
-        every = dict[tuple[int, ...], float]()
-        for depth in range(min(plan.depth, BLOCK - self.first_slot)):
-            following = {}
-            for path, prob in beam.items():
-                logits, confidence = self._after(tokens, path, states, lm_head, features)
-                best = logits.softmax(-1).topk(plan.width)
-                for own, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    following[*path, int(ids[index])] = prob * confidence * own
-            assert len(next(iter(following))) == depth + 1
-            beam = dict(sorted(following.items(), key=lambda item: -item[1])[: plan.width])
-            every |= beam
-        return every
 
     def _after(self, tokens, path, states, lm_head, features):
         """Logits after a path, and the probability that a child is accepted."""
@@ -261,6 +254,26 @@ class Case:
         read = [root] * (1 + self.first_slot) + list(path)  # the first slot may predict nothing
         reference = references.dflash2 if self.markov == "selector" else references.dspark
         return reference(read, states[: len(read)], lm_head, self.tensors, self.cap)
+
+
+def best_paths(after, ids, plan, num_levels):
+    """Paths that a beam search finds and their probabilities.
+
+    ``after`` gives a path's logits and the probability that a child is accepted.
+    """
+    beam = {(): 1.0}
+    every = dict[tuple[int, ...], float]()
+    for depth in range(min(plan.depth, num_levels)):
+        following = {}
+        for path, prob in beam.items():
+            logits, confidence = after(path)
+            best = logits.softmax(-1).topk(plan.width)
+            for own, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                following[*path, int(ids[index])] = prob * confidence * own
+        assert len(next(iter(following))) == depth + 1
+        beam = dict(sorted(following.items(), key=lambda item: -item[1])[: plan.width])
+        every |= beam
+    return every
 
 
 def best_products(probs, ids, plan):
@@ -339,9 +352,17 @@ def gemma4(name="Gemma4DSparkModel", **changes):
 
 def lilicorr(size, **own):
     """The config of LiLiCorr by ModelOpt; ``size`` 0 stands for that of the head."""
-    sizes = dict(candidate_topk=CANDIDATES, hidden_size=size, num_layers=1, num_heads=LATTICE_HEADS, mlp_ratio=2.0)
+    sizes = dict(
+        candidate_topk=CANDIDATES,
+        hidden_size=size,
+        num_layers=1,
+        num_heads=LATTICE_HEADS,
+        mlp_ratio=2.0,
+    )
     sizes |= dict(factor_dim=FACTORS, vector_eps=1e-6, logit_scale=3.0)
-    return flat("LiLiCorrDraftModel", own={f"lilicorr_{name}": each for name, each in sizes.items()} | own)
+    return flat(
+        "LiLiCorrDraftModel", own={f"lilicorr_{name}": each for name, each in sizes.items()} | own
+    )
 
 
 def under_xpress_head(tensors):

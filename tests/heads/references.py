@@ -420,7 +420,9 @@ def lilicorr(path, states, feature, embed, lm_head, weights):
     factors = F.silu(linear(both, own, "factor_input_proj"))
     slot = len(path)
     if slot:
-        leaving = linear(factors[slot - 1][best.indices[slot - 1].tolist().index(path[-1])], own, "out_head")
+        leaving = linear(
+            factors[slot - 1][best.indices[slot - 1].tolist().index(path[-1])], own, "out_head"
+        )
     else:
         leaving = linear(anchor, own, "anchor_out_head")
     entering = linear(factors[slot], own, "in_head")
