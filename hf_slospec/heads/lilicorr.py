@@ -33,7 +33,7 @@ class UngatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner_size, output_size)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Map the last dimension. [..., size] -> [..., output_size]"""
+        """Return the layers' output. [..., size] -> [..., output_size]"""
         output: torch.Tensor = self.down_proj(F.silu(self.up_proj(states)))
         return output
 
@@ -131,7 +131,7 @@ class Correlator(nn.Module):
         return bias + self.same_slot_bias[:, None, None] * (distances == 0)
 
     def features(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Describe candidates by their probabilities and ranks.
+        """Return numbers that describe candidates by their probabilities and ranks.
 
         [num_rows, num_slots, num_candidates] f32, best first -> [..., NUM_FEATURES]
         """
