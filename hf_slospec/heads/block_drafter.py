@@ -110,8 +110,8 @@ class LatticeBlockDrafter(SequentialBlockDrafter):
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
     ) -> list[TokenTree]:
-        last = torch.cat([self.features[request].last for request in requests])
-        contexts = self.head.combine(last.to(self.packed.device))
+        last = [part for request in requests if (part := self.features[request].last) is not None]
+        contexts = self.head.combine(torch.cat(last).to(self.packed.device))
         return super()._trees(requests, self.head.lattice(outputs, contexts), plan)
 
 

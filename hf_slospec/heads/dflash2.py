@@ -142,6 +142,11 @@ class ConvolvedHead(SequentialHead):
 
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
+        for name in ("conv_kernel_size", "conv_group_size"):
+            if not isinstance(value := getattr(self.config, name, None), int) or value < 1:
+                raise UnsupportedModelError(
+                    f"the {self.kind} head's config has {name} {value!r}; it must be a positive integer"
+                )
         if self.config.hidden_size % self.config.conv_group_size:
             raise UnsupportedModelError(
                 f"the {self.kind} head has a hidden size of {self.config.hidden_size} and convolutions in groups of "

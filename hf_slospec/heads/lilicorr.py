@@ -21,6 +21,7 @@ SETTINGS = (
     "candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim",
     "vector_eps", "logit_scale",
 )  # fmt: skip
+FRACTIONS = ("mlp_ratio", "vector_eps", "logit_scale")
 NUM_FEATURES = 5  # numbers that describe a candidate, besides its token and its position
 
 
@@ -75,7 +76,8 @@ class LatticeLayer(nn.Module):
     def forward(self, states: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, [num_rows, lattice, size]; see :class:`LatticeAttention`."""
         states = states + self.attn(self.attn_norm(states), bias)
-        return states + self.mlp(self.mlp_norm(states))
+        output: torch.Tensor = states + self.mlp(self.mlp_norm(states))
+        return output
 
 
 class Correlator(nn.Module):
@@ -204,14 +206,11 @@ class LiLiCorrHead(SequentialHead):
 
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
-        settings = {name: self._setting(f"lilicorr_{name}") for name in SETTINGS}
+        settings = self._correlator_settings()
         for name, value in settings.items():
-            least = 0 if name == "hidden_size" else 1
-            kinds = (int, float) if name in ("mlp_ratio", "vector_eps", "logit_scale") else int
-            is_valid = isinstance(value, kinds) and (
-                value > 0 if isinstance(kinds, tuple) else value >= least
-            )
-            if not is_valid:
+            kinds = (int, float) if name in FRACTIONS else int
+            # A hidden_size of 0 stands for the network's.
+            if not isinstance(value, kinds) or value < 0 or (value == 0 and name != "hidden_size"):
                 raise UnsupportedModelError(
                     f"the {self.kind} head's config has lilicorr_{name} {value!r}; it must be a positive number"
                 )
@@ -232,11 +231,13 @@ class LiLiCorrHead(SequentialHead):
             )
 
     def _add_modules(self) -> None:
-        settings = {name: self._setting(f"lilicorr_{name}") for name in SETTINGS}
         config = self.config
         self.lilicorr = Correlator(
-            config.hidden_size, self.block_size, config.rms_norm_eps, settings
+            config.hidden_size, self.block_size, config.rms_norm_eps, self._correlator_settings()
         )
+
+    def _correlator_settings(self) -> dict[str, Any]:
+        return {name: self._setting(f"lilicorr_{name}") for name in SETTINGS}
 
     def lattice(self, outputs: torch.Tensor, contexts: torch.Tensor) -> torch.Tensor:
         """Return every position's candidates and their scores.
