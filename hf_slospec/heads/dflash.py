@@ -186,6 +186,11 @@ class DFlashHead(Head):
                 f"the {self.kind} head's mask_token_id {self.mask_token_id} is outside its vocabulary of "
                 f"{self.config.vocab_size} tokens"
             )
+        if self._setting("is_neox_style") is False:
+            raise UnsupportedModelError(
+                f"the {self.kind} head's config has is_neox_style False; rotary embeddings of neighbouring channels are "
+                "not implemented"
+            )
         window = self.config.sliding_window
         if self._setting("use_swa") and window is None:
             raise UnsupportedModelError(

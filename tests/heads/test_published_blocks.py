@@ -114,6 +114,7 @@ CONFIDENT = dict(enable_confidence_head=True, confidence_head_with_markov=True)
         (speculators("dflash2", **SELECTOR | dict(conv_group_size=5)), block_tensors("selector"),
          UnsupportedModelError, "groups of 5 channels"),
         (speculators("dflash2", **SELECTOR, block_size=2), block_tensors("selector"), UnsupportedModelError, "needs 3"),
+        (flat("DFlashDraftModel", is_neox_style=False), block_tensors(), UnsupportedModelError, "is_neox_style False"),
         (lilicorr(0, lilicorr_factor_dim=None), block_tensors("lattice"), UnsupportedModelError,
          "has lilicorr_factor_dim None; it must"),
         (lilicorr(0, lilicorr_logit_scale="3"), block_tensors("lattice"), UnsupportedModelError, "logit_scale '3'"),
