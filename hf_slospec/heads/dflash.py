@@ -188,7 +188,7 @@ class DFlashHead(Head):
             )
         if self._setting("is_neox_style") is False:
             raise UnsupportedModelError(
-                f"the {self.kind} head's config has is_neox_style False; rotary embeddings of neighbouring channels are "
+                f"the {self.kind} head's config has is_neox_style False; rotating neighbouring channels is "
                 "not implemented"
             )
         window = self.config.sliding_window
