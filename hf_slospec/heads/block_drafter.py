@@ -1,5 +1,5 @@
 """Drafters for heads that predict a block of tokens in one forward (DFlash, DFlash2, DSpark,
-Domino), and the draft trees built from such predictions.
+Domino, XPress, LiLiCorr), and the draft trees built from such predictions.
 """
 
 from __future__ import annotations
@@ -77,12 +77,11 @@ class SequentialBlockDrafter(BlockDrafter):
     def _trees(
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
     ) -> list[TokenTree]:
-        states = self.head.initial_states(len(requests)) if self.head.is_recurrent else None
+        states = self.head.initial_states(outputs) if self.head.is_recurrent else None
         if self.head.first_read_slot < self.head.first_slot:
-            roots = torch.tensor(
-                [[request.tokens[-1]] for request in requests], device=outputs.device
-            )
-            states = self.head.after(roots, outputs[:, 0], states, 0).states
+            tokens = [[self.head.token_before(request.tokens)] for request in requests]
+            before = torch.tensor(tokens, device=outputs.device)
+            states = self.head.after(before, outputs[:, 0], states, -1).states
             outputs = outputs[:, self.head.first_slot :]
         plan = replace(plan, depth=min(plan.depth, outputs.shape[1]))
         run = partial(self._grown, outputs)
@@ -101,6 +100,19 @@ class SequentialBlockDrafter(BlockDrafter):
         if vocabulary is None:
             scores = scores._replace(logits=scores.logits[..., : self.vocab_size])
         return level.extended(scores, vocabulary)
+
+
+class LatticeBlockDrafter(SequentialBlockDrafter):
+    """Drafts with a :class:`LiLiCorrHead`, which scores the candidates of a whole block at once,
+    before the beam search.
+    """
+
+    def _trees(
+        self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
+    ) -> list[TokenTree]:
+        last = [part for request in requests if (part := self.features[request].last) is not None]
+        contexts = self.head.combine(torch.cat(last).to(self.packed.device))
+        return super()._trees(requests, self.head.lattice(outputs, contexts), plan)
 
 
 def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor) -> NewTokens:
@@ -152,13 +164,15 @@ def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence
 def block_rows(head: DFlashHead, num_requests: int, depth: int) -> torch.Tensor:
     """Return the indices of the block tokens whose outputs are needed to draft ``depth`` levels.
 
-    A block predicts at most ``num_proposals`` levels.
+    A block predicts at most ``num_proposals`` levels. Heads that read the whole block need the
+    outputs of all its tokens from ``first_read_slot`` on.
 
     Returns:
         [num_requests * num_rows] int64, indices in a packed batch of one block per request.
     """
     starts = head.block_size * torch.arange(num_requests, device="cpu")
-    end = head.first_slot + min(depth, head.num_proposals)
+    num_levels = head.num_proposals if head.reads_whole_block else min(depth, head.num_proposals)
+    end = head.first_slot + num_levels
     slots = torch.arange(head.first_read_slot, end, device="cpu")
     return (starts[:, None] + slots).flatten()
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +52,9 @@ class DFlashHead(Head):
     config_class: Any = Qwen3Config
     kind = "DFlash"
     drafter_class: ClassVar[Any] = BlockDrafter
+    reads_whole_block: ClassVar[bool] = (
+        False  # trees need the outputs of more levels than they have
+    )
     caches_context = True  # a forward of context tokens only caches K and V, without attention
     known: ClassVar[set[str]] = KNOWN
     layer_class: ClassVar[Any] = Qwen3DecoderLayer
@@ -181,6 +185,11 @@ class DFlashHead(Head):
             raise UnsupportedModelError(
                 f"the {self.kind} head's mask_token_id {self.mask_token_id} is outside its vocabulary of "
                 f"{self.config.vocab_size} tokens"
+            )
+        if self._setting("is_neox_style") is False:
+            raise UnsupportedModelError(
+                f"the {self.kind} head's config has is_neox_style False; rotating neighbouring channels is "
+                "not implemented"
             )
         window = self.config.sliding_window
         if self._setting("use_swa") and window is None:
@@ -351,9 +360,18 @@ class SequentialHead(DFlashHead):
         """Return logits and hidden states, concatenated in the last dimension."""
         return torch.cat((self.logits(states), states), dim=-1)
 
-    def initial_states(self, num_rows: int) -> torch.Tensor:
-        """Return the recurrent states of the roots of draft trees.  -> [num_rows, 1, state_size]"""
+    def initial_states(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the recurrent states of the roots of draft trees.
+
+        [num_rows, num_read_slots, output_size], outputs of the blocks -> [num_rows, 1, state_size]
+        """
         raise NotImplementedError
+
+    def token_before(self, token_ids: Sequence[int]) -> int:
+        """Return the token that ``after`` reads for the block token before the first prediction,
+        given all tokens of a request: the root, which the first prediction reads again.
+        """
+        return token_ids[-1]
 
     def by_node(self, outputs: torch.Tensor, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Split a block token's outputs into logits and hidden states, both repeated for the beam.
@@ -375,7 +393,8 @@ class SequentialHead(DFlashHead):
             outputs: [num_rows, output_size], outputs of the block token that predicts the children.
             states: [num_rows, beam, state_size], the nodes' recurrent states; None if the head is
                 not recurrent.
-            depth: depth of the nodes in the draft tree; 0: roots.
+            depth: depth of the nodes in the draft tree; 0: roots; -1: the token before the first
+                prediction, of which only the states are used.
         """
         raise NotImplementedError
 

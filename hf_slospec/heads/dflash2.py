@@ -120,20 +120,33 @@ class CandidateSelector(nn.Module):
         return context @ self.successor_codebook[candidates].transpose(1, 2)
 
 
-class DFlash2Head(SequentialHead):
-    """DFlash network with convolutions and a selector, which proposes only the ``selector_top_k``
-    most probable candidates of each position.
+def scattered(scores: torch.Tensor, candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return logits over a vocabulary that are -inf but for the candidates.
 
-    The config has ``conv_kernel_size``, ``conv_group_size``, ``selector_rank`` and
-    ``selector_top_k`` besides the settings of DFlash.
+    Args:
+        scores: [num_rows, beam, num_candidates].
+        candidates: [num_rows, num_candidates] int64, token ids.
+        vocab_size: size of the last dimension of the result, [num_rows, beam, vocab].
+    """
+    whole = scores.new_full((*scores.shape[:-1], vocab_size), -torch.inf)
+    return whole.scatter_(-1, candidates[:, None].expand_as(scores), scores)
+
+
+class ConvolvedHead(SequentialHead):
+    """Base of heads whose layers are :class:`DFlash2Layer`.
+
+    The config has ``conv_kernel_size`` and ``conv_group_size`` besides the settings of DFlash.
     """
 
-    kind = "DFlash2"
-    known = KNOWN | {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
     layer_class = DFlash2Layer
 
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
+        for name in ("conv_kernel_size", "conv_group_size"):
+            if not isinstance(value := getattr(self.config, name, None), int) or value < 1:
+                raise UnsupportedModelError(
+                    f"the {self.kind} head's config has {name} {value!r}; it must be a positive integer"
+                )
         if self.config.hidden_size % self.config.conv_group_size:
             raise UnsupportedModelError(
                 f"the {self.kind} head has a hidden size of {self.config.hidden_size} and convolutions in groups of "
@@ -143,6 +156,24 @@ class DFlash2Head(SequentialHead):
             raise UnsupportedModelError(
                 f"the {self.kind} head has blocks of {self.block_size} tokens; it needs 3"
             )
+
+    def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        # A token and the token before it are in the same block if the token is a mask token with a
+        # mask token next to it. (Trials of forwards run tokens that form no block; there, a mask
+        # token does not have another one next to it.)
+        is_mask = input_ids == self.mask_token_id
+        return {"is_behind": is_mask & (pad(is_mask, (1, 0))[:, :-1] | pad(is_mask, (0, 1))[:, 1:])}
+
+
+class DFlash2Head(ConvolvedHead):
+    """DFlash network with convolutions and a selector, which proposes only the ``selector_top_k``
+    most probable candidates of each position.
+
+    The config has ``selector_rank`` and ``selector_top_k`` besides the settings of its base.
+    """
+
+    kind = "DFlash2"
+    known = KNOWN | {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 
     def _add_modules(self) -> None:
         config = self.config
@@ -155,18 +186,10 @@ class DFlash2Head(SequentialHead):
         self.candidate_selector = CandidateSelector(*sizes)
         self.num_candidates = min(int(config.selector_top_k), self.draft_vocab_size)
 
-    def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
-        # A token and the token before it are in the same block if the token is a mask token with a
-        # mask token next to it. (Trials of forwards run tokens that form no block; there, a mask
-        # token does not have another one next to it.)
-        is_mask = input_ids == self.mask_token_id
-        return {"is_behind": is_mask & (pad(is_mask, (1, 0))[:, :-1] | pad(is_mask, (0, 1))[:, 1:])}
-
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
     ) -> Scores:
         logits, hidden = outputs.tensor_split((self.draft_vocab_size,), dim=-1)
         best = logits.topk(self.num_candidates, dim=-1)
         scores = best.values[:, None] + self.candidate_selector(tokens, hidden, best.indices)
-        whole = scores.new_full((*tokens.shape, self.draft_vocab_size), -torch.inf)
-        return Scores(whole.scatter_(-1, best.indices[:, None].expand_as(scores), scores))
+        return Scores(scattered(scores, best.indices, self.draft_vocab_size))

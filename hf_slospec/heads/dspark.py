@@ -50,8 +50,8 @@ class DominoHead(SequentialHead):
             nn.Linear(rank, self.draft_vocab_size, bias=False),
         )
 
-    def initial_states(self, num_rows: int) -> torch.Tensor:
-        return self.prefix_gru.weight_hh.new_zeros(num_rows, 1, self.prefix_gru.hidden_size)
+    def initial_states(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.new_zeros(len(outputs), 1, self.prefix_gru.hidden_size)
 
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
@@ -174,10 +174,9 @@ class DSparkHead(SequentialHead):
         # even if that token makes no prediction.
         return 0 if self.is_recurrent else self.first_slot
 
-    def initial_states(self, num_rows: int) -> torch.Tensor:
+    def initial_states(self, outputs: torch.Tensor) -> torch.Tensor:
         assert self.markov_head is not None
-        weight = self.markov_head.markov_w1.weight
-        return weight.new_zeros(num_rows, 1, weight.shape[1])
+        return outputs.new_zeros(len(outputs), 1, self.markov_head.markov_w1.embedding_dim)
 
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int

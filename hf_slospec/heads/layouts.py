@@ -33,6 +33,8 @@ from hf_slospec.heads.eagle3 import (
     PEagleHead,
     default_feature_layers,
 )
+from hf_slospec.heads.lilicorr import ConvolvedLiLiCorrHead, LiLiCorrHead
+from hf_slospec.heads.xpress import XPressHead
 
 Tensors = dict[str, torch.Tensor]
 
@@ -44,13 +46,14 @@ BLOCK_SETTINGS = (
     "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size", "sample_from_anchor",
     "sliding_window_non_causal", "markov_rank", "markov_head_type", "enable_confidence_head",
     "confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
-    "output_multiplier", "final_logit_softcapping",
+    "output_multiplier", "final_logit_softcapping", "xpress_rank", "xpress_mlp_ratio",
 )  # fmt: skip
-PROJECTORS = ("dflash", "dspark", "domino")
+PROJECTORS = ("dflash", "dspark", "domino", "xpress", "lilicorr")
 DFLASH2_DEFAULTS = {
     "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
     "sliding_window_non_causal": True,
 }  # fmt: skip
+CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
 
 
 class Layout(NamedTuple):
@@ -156,7 +159,8 @@ def _config_of_layers(source: str, fields: Mapping[str, Any]) -> Any:
 
 
 def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tensors) -> Layout:
-    """Return the network class and config of a DFlash, DFlash2, DSpark or Domino head.
+    """Return the network class and config of a DFlash, DFlash2, DSpark, Domino, XPress or LiLiCorr
+    head.
 
     Args:
         checkpoint: the head's checkpoint.
@@ -174,7 +178,9 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
         settings = {name: fields[name] for name in BLOCK_SETTINGS if name in fields}
         fields = fields_of_layers(source, fields) | settings
     nested = fields.get("dflash_config") or {}
-    default = "domino" if checkpoint.is_named("domino") else "dflash"
+    published = checkpoint.config.get("speculators_model_type")
+    named = (name for name in PROJECTORS[2:] if checkpoint.is_named(name) or name == published)
+    default = next(named, "dflash")
     projector = str(nested.get("projector_type") or default).lower()
     if projector not in PROJECTORS:
         raise UnsupportedModelError(
@@ -191,6 +197,15 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
         kind = DominoHead
         is_shifted = bool(nested.get("shift_label"))
     fields = {"sample_from_anchor": is_shifted and not is_of_speculators} | fields | sequential
+    if projector == "xpress":
+        kind = XPressHead
+        if size := fields.get("xpress_block_size"):
+            fields["block_size"] = size
+    if projector == "lilicorr":
+        kind = LiLiCorrHead
+        if any(nested.get(name) for name in CONVOLUTIONS):
+            kind = ConvolvedLiLiCorrHead
+            fields |= {name: nested.get(name) for name in CONVOLUTIONS}
     if any(name.startswith("candidate_selector.") for name in tensors):
         kind = DFlash2Head
         options = fields | nested

@@ -54,6 +54,11 @@ BLOCK_NAMES = {
     r"^(prefix_gru\.weight_[ih]h)_l0$": r"\1",  # Domino saves an nn.GRU; here it is an nn.GRUCell
     # z-lab saves an nn.Embedding; here it is a parameter
     r"^(candidate_selector\.\w+_codebook)\.weight$": r"\1",
+    r"^(refiner_head|xpress_head)\.": "refiner.",  # XPress: speculators, its publisher
+    r"^refiner\.w1\.": "refiner.token_embed.",
+    r"^refiner\.w2\.": "refiner.readout.",
+    r"^refiner\.mix\.L$": "refiner.mix_l",
+    r"^refiner\.mlp\.(gate|up|down)_proj\.": r"refiner.mlp_\1.",
 }
 MIMO_NAMES = {
     r"^token_layernorm\.": "pre_fc_norm_embedding.",
@@ -275,8 +280,8 @@ FORMATS = (
     ),
     HeadFormat("EAGLE-3 and P-EAGLE of speculators", _speculators("eagle3", "peagle"), load_eagle3),
     HeadFormat(
-        "DFlash, DFlash2 and DSpark of speculators",
-        _speculators("dflash", "dflash2", "dspark"),
+        "DFlash, DFlash2, DSpark and XPress of speculators",
+        _speculators("dflash", "dflash2", "dspark", "xpress"),
         load_block,
     ),
     HeadFormat(
@@ -294,13 +299,15 @@ FORMATS = (
         load_eagle3,
     ),
     HeadFormat(
-        "DFlash, DFlash2, DSpark and Domino",
+        "DFlash, DFlash2, DSpark, Domino, XPress and LiLiCorr",
         _marks(
             "dflash",
             "dspark",
             "domino",
+            "xpress",
+            "lilicorr",
             field="dflash_config",
-            tensor=r"markov_w1\.|candidate_selector\.",
+            tensor=r"markov_w1\.|candidate_selector\.|xpress_head\.|^(model\.)?lilicorr\.",
         ),
         load_block,
     ),

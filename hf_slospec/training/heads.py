@@ -179,6 +179,11 @@ def write_head(head: Student, target: PreTrainedModel, options: TrainingOptions)
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(vocab_size(target)).bool()
         tensors["t2d"][ids] = True
+    if options.embeddings:
+        ids = torch.arange(vocab_size(target), device=input_device(target))
+        with torch.no_grad():  # as the module returns them: those of some targets have a factor
+            embeds = target.get_input_embeddings()(ids)
+        tensors["embed_tokens.weight"] = embeds.to("cpu", WRITTEN_DTYPE)
     if isinstance(head, MtpHead):
         tensors = {f"mtp.{name}": tensor for name, tensor in tensors.items()}
         config = layer | {"architectures": [type(head).__name__], "num_mtp_layers": 1}

@@ -20,6 +20,7 @@ WITHOUT_EFFECT = {
     "exclude",
     "minutes",
     "features_gb",
+    "embeddings",
 }
 
 
@@ -76,6 +77,11 @@ class TrainingOptions(InputModel):
         description="eagle3: speculators is read by vLLM, too; sglang has the names of SpecForge "
         "and SGLang. hf_slospec reads both.",
     )
+    embeddings: bool = Field(
+        False,
+        description="eagle3: also write the target's embeddings into the head's file, which the "
+        "speculators library needs to load it; vLLM, SGLang and hf_slospec take the target's.",
+    )
     eval_every: int = Field(
         50, ge=1, description="Steps between evaluations on held-out texts, and checkpoints."
     )
@@ -104,6 +110,8 @@ class TrainingOptions(InputModel):
                 "--draft-vocab is for --kind eagle3 and dspark; an MTP layer has the target's "
                 "output layer"
             )
+        if self.kind != "eagle3" and self.embeddings:
+            raise InvalidInputError("--embeddings is for --kind eagle3; leave it out")
         if self.kind != "eagle3" and self.layout != "speculators":
             raise InvalidInputError(f"--layout {self.layout} is for --kind eagle3; leave it out")
         return self

@@ -1,5 +1,5 @@
-"""Random DFlash, DSpark and Domino checkpoints in their publishers' layouts, and the trees that
-they must draft.
+"""Random checkpoints of block heads (DFlash, DSpark, Domino, XPress, LiLiCorr) in their publishers'
+layouts, and the trees that they must draft.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ GRU, GLOBAL_DIM = (
     7,
     16,
 )  # sizes of Domino's state, and of heads of Gemma 4's layers that attend to the whole text
+CANDIDATES, FACTORS, LATTICE_HEADS = 4, 5, 2  # of LiLiCorr
 SIZES: dict[str, Any] = dict(
     hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=HEAD_DIM, vocab_size=VOCAB, max_position_embeddings=160,
@@ -87,7 +88,7 @@ def block_tensors(markov="", confidence=0, draft_vocab=VOCAB, num_features=2):
     shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     for index in range(2):
         shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer_shapes().items()}
-    if markov == "selector":
+    if markov in ("selector", "convolved lattice"):
         for index, part in (
             (index, part) for index in range(2) for part in ("attention_conv", "mlp_conv")
         ):
@@ -96,6 +97,17 @@ def block_tensors(markov="", confidence=0, draft_vocab=VOCAB, num_features=2):
                 2 * 2 * HIDDEN // 16,
                 HIDDEN,
             )
+    if markov in ("lattice", "convolved lattice"):
+        shapes |= lattice_shapes(HIDDEN if markov == "lattice" else 2 * RANK)
+    elif markov == "xpress":
+        linears = dict(down_h=(RANK, HIDDEN), down_g=(RANK, HIDDEN), in_proj=(RANK, 3 * RANK))
+        linears |= dict(
+            mlp_gate=(2 * RANK, RANK), mlp_up=(2 * RANK, RANK), mlp_down=(RANK, 2 * RANK)
+        )
+        linears |= dict(token_embed=(VOCAB, RANK), readout=(draft_vocab, RANK))
+        shapes |= {f"refiner_head.{name}.weight": shape for name, shape in linears.items()}
+        shapes |= {"refiner_head.mix_l": (RANK, BLOCK, BLOCK)}
+    elif markov == "selector":
         shapes |= {
             f"candidate_selector.{part}_codebook": (VOCAB, RANK)
             for part in ("predecessor", "successor")
@@ -121,7 +133,33 @@ def block_tensors(markov="", confidence=0, draft_vocab=VOCAB, num_features=2):
             "confidence_head.proj.weight": (1, confidence),
             "confidence_head.proj.bias": (1,),
         }
-    return random_tensors(shapes)
+    tensors = random_tensors(shapes)
+    if markov == "xpress":
+        tensors["refiner_head.readout.weight"] *= 0.1  # else one child has all the probability
+    return tensors
+
+
+def lattice_shapes(size):
+    """Shapes of LiLiCorr's tensors, with a lattice of this hidden size."""
+    linears = {
+        "pass_hidden_proj": (size, HIDDEN), "context_proj": (size, HIDDEN), "feature_mlp.up_proj": (size, 5),
+        "feature_mlp.down_proj": (size, size), "factor_input_proj": (size, 3 * size), "out_head": (FACTORS, size),
+        "in_head": (FACTORS, size), "anchor_out_head": (FACTORS, size), "layers.0.attn.out_proj": (size, size),
+        "layers.0.mlp.up_proj": (2 * size, size), "layers.0.mlp.down_proj": (size, 2 * size),
+    } | ({} if size == HIDDEN else {"token_proj": (size, HIDDEN)})  # fmt: skip
+    norms = ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm")
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": shape for name, shape in linears.items()
+    }
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    shapes |= {f"{name}.weight": (size,) for name in norms}
+    shapes |= {
+        "feature_norm.weight": (5,), "feature_norm.bias": (5,), "slot_embedding": (1, 1, BLOCK - 1, 1, size),
+        "rank_embedding": (1, 1, 1, CANDIDATES, size), "relative_slot_bias": (LATTICE_HEADS, 2 * BLOCK - 1),
+        "same_slot_bias": (LATTICE_HEADS,), "layers.0.attn.in_proj_weight": (3 * size, size),
+        "layers.0.attn.in_proj_bias": (3 * size,),
+    }  # fmt: skip
+    return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
 
 
 def reduced(tensors):
@@ -188,27 +226,24 @@ class Case:
                     features, block, self.tensors, self.layers, HEAD_DIM
                 )
             if self.markov:
-                return self._beam(tokens[-1], states, lm_head, ids, plan)
+
+                def after(path):
+                    return self._after(tokens, path, states, lm_head, features)
+
+                return best_paths(after, ids, plan, BLOCK - self.first_slot)
             probs = references.capped(states[self.first_slot :] @ lm_head.T, self.cap).softmax(-1)
         return best_products(probs, ids, plan)
 
-    def _beam(self, root, states, lm_head, ids, plan):
-        beam = {(): 1.0}
-        every = dict[tuple[int, ...], float]()
-        for depth in range(min(plan.depth, BLOCK - self.first_slot)):
-            following = {}
-            for path, prob in beam.items():
-                logits, confidence = self._after(root, path, states, lm_head)
-                best = logits.softmax(-1).topk(plan.width)
-                for own, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    following[*path, int(ids[index])] = prob * confidence * own
-            assert len(next(iter(following))) == depth + 1
-            beam = dict(sorted(following.items(), key=lambda item: -item[1])[: plan.width])
-            every |= beam
-        return every
-
-    def _after(self, root, path, states, lm_head):
+    def _after(self, tokens, path, states, lm_head, features):
         """Logits after a path, and the probability that a child is accepted."""
+        root = tokens[-1]
+        if self.markov == "xpress":
+            read = [*tokens[-1 - self.first_slot :], *path]
+            return references.xpress(read, states, lm_head, self.tensors), 1.0
+        if "lattice" in self.markov:
+            embed = target_of("llama").get_input_embeddings().weight
+            own = references.lilicorr(path, states[1:], features[-1], embed, lm_head, self.tensors)
+            return own, 1.0
         if self.markov == "domino":
             embed = target_of("llama").get_input_embeddings().weight
             hidden = states[self.first_slot + len(path)]
@@ -219,6 +254,26 @@ class Case:
         read = [root] * (1 + self.first_slot) + list(path)  # the first slot may predict nothing
         reference = references.dflash2 if self.markov == "selector" else references.dspark
         return reference(read, states[: len(read)], lm_head, self.tensors, self.cap)
+
+
+def best_paths(after, ids, plan, num_levels):
+    """Paths that a beam search finds and their probabilities.
+
+    ``after`` gives a path's logits and the probability that a child is accepted.
+    """
+    beam = {(): 1.0}
+    every = dict[tuple[int, ...], float]()
+    for depth in range(min(plan.depth, num_levels)):
+        following = {}
+        for path, prob in beam.items():
+            logits, confidence = after(path)
+            best = logits.softmax(-1).topk(plan.width)
+            for own, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                following[*path, int(ids[index])] = prob * confidence * own
+        assert len(next(iter(following))) == depth + 1
+        beam = dict(sorted(following.items(), key=lambda item: -item[1])[: plan.width])
+        every |= beam
+    return every
 
 
 def best_products(probs, ids, plan):
@@ -295,6 +350,34 @@ def gemma4(name="Gemma4DSparkModel", **changes):
     return deepspec(architectures=[name]) | copied | changes
 
 
+def lilicorr(size, **own):
+    """The config of LiLiCorr by ModelOpt; ``size`` 0 stands for that of the head."""
+    sizes = dict(
+        candidate_topk=CANDIDATES,
+        hidden_size=size,
+        num_layers=1,
+        num_heads=LATTICE_HEADS,
+        mlp_ratio=2.0,
+    )
+    sizes |= dict(factor_dim=FACTORS, vector_eps=1e-6, logit_scale=3.0)
+    return flat(
+        "LiLiCorrDraftModel", own={f"lilicorr_{name}": each for name, each in sizes.items()} | own
+    )
+
+
+def under_xpress_head(tensors):
+    """Names of XPress as its authors publish it."""
+    short = {"token_embed.": "w1.", "readout.": "w2.", "mix_l": "mix.L"}
+    short |= {f"mlp_{part}.": f"mlp.{part}_proj." for part in ("gate", "up", "down")}
+    renamed = {}
+    for name, tensor in tensors.items():
+        new = name.replace("refiner_head.", "xpress_head.")
+        for old, publishers in short.items():
+            new = new.replace(old, publishers) if name.startswith("refiner_head.") else new
+        renamed[new] = tensor
+    return renamed
+
+
 def under_logit_head(tensors):
     own = ("prefix_gru.", "embed_proj.")
     return {
@@ -368,6 +451,24 @@ CASES = {
     ),
     "domino from the first mask": Case(
         domino(shift_label=False), block_tensors("domino"), "domino", saved=under_logit_head,
+    ),
+    "speculators xpress": Case(
+        speculators("xpress", draft_vocab_size=DRAFT_VOCAB, xpress_rank=RANK, xpress_mlp_ratio=2, num_jacobi_passes=6),
+        reduced(block_tensors("xpress", draft_vocab=DRAFT_VOCAB)), "xpress",
+    ),
+    "speculators xpress from the anchor": Case(
+        speculators("xpress", sample_from_anchor=True, xpress_rank=RANK), copies(block_tensors("xpress")), "xpress",
+        first_slot=0,
+    ),
+    "xpress": Case(
+        flat("Qwen3XPressModel", own=dict(block_size=None), xpress_rank=RANK, xpress_mlp_hidden=2 * RANK,
+             xpress_block_size=BLOCK, xpress_topc=0, xpress_num_passes=6),
+        block_tensors("xpress"), "xpress", saved=under_xpress_head,
+    ),
+    "lilicorr": Case(lilicorr(0), block_tensors("lattice"), "lattice"),
+    "lilicorr with convolutions": Case(
+        lilicorr(2 * RANK, conv_kernel_size=2, conv_group_size=16), block_tensors("convolved lattice"),
+        "convolved lattice",
     ),
     "deepspec gemma 4": Case(
         gemma4(enable_confidence_head=True, confidence_head_with_markov=True),

@@ -346,3 +346,86 @@ def dspark(
         features = torch.cat((hidden, embed))[: proj.shape[1]]
         confidence = float((proj[0] @ features + weights["confidence_head.proj.bias"]).sigmoid())
     return logits, confidence
+
+
+def xpress(path, states, lm_head, weights):
+    """Return the logits after a path, whose last token is read at the last position.
+
+    Args:
+        path: ids of the target, one per block token from the first on.
+        states: [block, hidden], of all block tokens.
+        lm_head: [draft_vocab, hidden].
+        weights: tensors of the refiner.
+    """
+    head = {name.removeprefix("refiner_head."): own for name, own in weights.items()}
+    num = len(path)
+    hidden = states[:num]
+    summary = states.mean(0).expand(num, -1)
+    parts = (
+        linear(hidden, head, "down_h"), linear(summary, head, "down_g"), head["token_embed.weight"][path]
+    )  # fmt: skip
+    x = linear(torch.cat(parts, dim=-1), head, "in_proj")
+    mixer = (head["mix_l"] * torch.ones(head["mix_l"].shape[1:]).tril())[:, :num, :num]
+    x = x + torch.einsum("ckj,jc->kc", mixer, x)
+    inner = F.silu(linear(x, head, "mlp_gate")) * linear(x, head, "mlp_up")
+    x = x + linear(inner, head, "mlp_down")
+    return lm_head @ states[num - 1] + head["readout.weight"] @ x[-1]
+
+
+def lilicorr(path, states, feature, embed, lm_head, weights):
+    """Return the logits after a path from the root on, candidate by candidate.
+
+    Args:
+        path: ids below the root.
+        states: [num_slots, hidden], of all mask tokens of the block.
+        feature: [num_features], of the last context token.
+        embed: [vocab, hidden].
+        lm_head: [vocab, hidden].
+        weights: tensors of the head.
+    """
+    own = {name.removeprefix("lilicorr."): each for name, each in weights.items()}
+    eps = 1e-6
+    best = (states @ lm_head.T).log_softmax(-1).topk(own["rank_embedding"].shape[3])
+    num_slots, num = best.values.shape
+    x = embed[best.indices]
+    x = linear(x, own, "token_proj") if "token_proj.weight" in own else x
+    x = x + linear(states, own, "pass_hidden_proj")[:, None]
+    ranks = torch.arange(num).expand(num_slots, -1)
+    logprobs = best.values
+    described = (logprobs, logprobs.exp(), logprobs - logprobs.max(-1, keepdim=True).values)
+    described = torch.stack((*described, ranks / (num - 1), (ranks == 0).float()), dim=-1)
+    normed = F.layer_norm(described, (5,), own["feature_norm.weight"], own["feature_norm.bias"])
+    x = x + linear(F.silu(linear(normed, own, "feature_mlp.up_proj")), own, "feature_mlp.down_proj")
+    x = x + own["slot_embedding"][0, 0] + own["rank_embedding"][0, 0]
+    x = x.flatten(0, 1)
+    slots = torch.arange(num_slots).repeat_interleave(num)
+    name = "layers.0"
+    y = rms_norm(x, own[f"{name}.attn_norm.weight"], eps)
+    qkv = F.linear(y, own[f"{name}.attn.in_proj_weight"], own[f"{name}.attn.in_proj_bias"])
+    num_heads, center = len(own["same_slot_bias"]), own["relative_slot_bias"].shape[1] // 2
+    q, k, v = (part.unflatten(-1, (num_heads, -1)) for part in qkv.chunk(3, dim=-1))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
+    for i, j in torch.cartesian_prod(torch.arange(len(x)), torch.arange(len(x))).tolist():
+        distance = int(slots[i] - slots[j])
+        scores[:, i, j] += own["relative_slot_bias"][:, distance + center]
+        scores[:, i, j] += own["same_slot_bias"] * (distance == 0)
+    attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+    x = x + linear(attended, own, f"{name}.attn.out_proj")
+    y = rms_norm(x, own[f"{name}.mlp_norm.weight"], eps)
+    x = x + linear(F.silu(linear(y, own, f"{name}.mlp.up_proj")), own, f"{name}.mlp.down_proj")
+    x = rms_norm(x, own["output_norm.weight"], eps).unflatten(0, (num_slots, num))
+    context = rms_norm(feature @ own["fc.weight"].T, own["hidden_norm.weight"], eps)
+    anchor = rms_norm(linear(context, own, "context_proj"), own["anchor_norm.weight"], eps)
+    both = torch.cat((x, anchor.expand_as(x), x * anchor), dim=-1)
+    factors = F.silu(linear(both, own, "factor_input_proj"))
+    slot = len(path)
+    if slot:
+        leaving = linear(
+            factors[slot - 1][best.indices[slot - 1].tolist().index(path[-1])], own, "out_head"
+        )
+    else:
+        leaving = linear(anchor, own, "anchor_out_head")
+    entering = linear(factors[slot], own, "in_head")
+    logits = torch.full((len(lm_head),), -torch.inf)
+    logits[best.indices[slot]] = 3.0 * F.cosine_similarity(leaving[None], entering, dim=-1)
+    return logits

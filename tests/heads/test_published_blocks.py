@@ -24,6 +24,8 @@ from tests.heads.published_blocks import (
     domino,
     flat,
     gemma4,
+    lilicorr,
+    reduced,
     speculators,
 )
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks
@@ -43,7 +45,8 @@ def test_trees_are_those_of_the_reference(name, tmp_path, monkeypatch):
     inputs = ragged_prompts(3)
     method = load_drafter(folder_of(case, tmp_path), target)
     assert isinstance(method, HeadMethod) and method.feature_layers == case.features
-    kinds = {"": "DFlash", "selector": "DFlash2", "domino": "Domino"}
+    kinds = {"": "DFlash", "selector": "DFlash2", "domino": "Domino", "xpress": "XPress"}
+    kinds |= {"lattice": "LiLiCorr", "convolved lattice": "LiLiCorr"}
     assert method.kind == kinds.get(case.markov, "DSpark")
     checks = Checks(target, case.expected, texts_of(target, inputs, **GREEDY))
     ours = SLOSpecGenerator(
@@ -111,6 +114,19 @@ CONFIDENT = dict(enable_confidence_head=True, confidence_head_with_markov=True)
         (speculators("dflash2", **SELECTOR | dict(conv_group_size=5)), block_tensors("selector"),
          UnsupportedModelError, "groups of 5 channels"),
         (speculators("dflash2", **SELECTOR, block_size=2), block_tensors("selector"), UnsupportedModelError, "needs 3"),
+        (flat("DFlashDraftModel", is_neox_style=False), block_tensors(), UnsupportedModelError, "is_neox_style False"),
+        (lilicorr(0, lilicorr_factor_dim=None), block_tensors("lattice"), UnsupportedModelError,
+         "has lilicorr_factor_dim None; it must"),
+        (lilicorr(0, lilicorr_logit_scale="3"), block_tensors("lattice"), UnsupportedModelError, "logit_scale '3'"),
+        (lilicorr(0, lilicorr_num_heads=5), block_tensors("lattice"), UnsupportedModelError, "width of 32.* its 5 att"),
+        (lilicorr(0, sample_from_anchor=True), block_tensors("lattice"), UnsupportedModelError, "sample_from_anchor"),
+        (lilicorr(0) | dict(draft_vocab_size=40), reduced(block_tensors("lattice")), UnsupportedModelError,
+         "reduced vocabulary"),
+        (lilicorr(0, conv_kernel_size=2), block_tensors("convolved lattice"), UnsupportedModelError,
+         "conv_group_size None"),
+        (lilicorr(0), block_tensors(), UnsupportedModelError, "it lacks lilicorr.anchor_norm.weight"),
+        (flat("Qwen3XPressModel", xpress_rank=7), block_tensors("xpress"), UnsupportedModelError,
+         r"refiner.down_g.weight has shape \(6, 32\) and not \(7, 32\)"),
     ],
 )  # fmt: skip
 def test_blocks_that_do_not_fit_are_refused(config, tensors, error, message, tmp_path):

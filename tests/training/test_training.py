@@ -440,6 +440,15 @@ def test_the_output_layer_may_be_the_targets(tmp_path, layout):
     assert head.lm_head is target.get_output_embeddings() and head.target_ids is None
 
 
+def test_the_targets_embeddings_may_be_written_too(tmp_path):
+    target = load_tiny_pair()[0]
+    options = options_of(tmp_path, embeddings=True)
+    write_head(new_head(options, target, torch.ones(2048)), target, options)
+    head: Any = load_head(str(tmp_path), target)
+    assert head.embed_tokens is not target.get_input_embeddings()
+    assert torch.equal(head.embed_tokens.weight, target.get_input_embeddings().weight)
+
+
 def test_folders_of_other_trainings_are_refused(short, tmp_path):
     out = short.options.out
     with pytest.raises(
@@ -462,6 +471,8 @@ def test_folders_of_other_trainings_are_refused(short, tmp_path):
         InvalidInputError, match="--layout sglang is for --kind eagle3; leave it out"
     ):
         trained(tmp_path / "head", kind="dspark", layout="sglang")
+    with pytest.raises(InvalidInputError, match="--embeddings is for --kind eagle3; leave it out"):
+        trained(tmp_path / "head", kind="dspark", embeddings=True)
 
 
 def test_the_command_and_commands_that_use_its_drafter(tmp_path):
