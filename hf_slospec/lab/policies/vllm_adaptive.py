@@ -23,7 +23,7 @@ from hf_slospec.policies.registry import (
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
 from hf_slospec.tree.select import best_ratio_nodes
-from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray
+from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 
 # Constants of vLLM 0.33.0
 MAX_LOG_ODDS = 40.0  # log-odds are clipped to this absolute value
