@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -162,6 +163,14 @@ def constant_draft(draft: Any, num_tokens: int) -> Iterator[None]:
         config.update(**stock)
 
 
+def shaped(drafter: str) -> tuple[str, dict[str, Any]]:
+    """Return the drafter without the shape that may follow it, and the settings of its policy."""
+    if shape := re.fullmatch(r"(.+)/(\d+)(?:x(\d+))?", drafter):  # folders have slashes, too
+        source, depth, width = shape.groups()
+        return source, dict(policy="fixed", max_depth=int(depth), max_width=int(width or 1))
+    return drafter, dict(policy="none" if drafter == "none" else "auto")
+
+
 class Contest:
     """Methods on one target, with the same prompts and options."""
 
@@ -278,11 +287,7 @@ class Contest:
 
         A shape after it, as in ``lookup/4x2``, fixes depth and width of its trees.
         """
-        drafter, _, shape = drafter.partition("/")
-        options: dict[str, Any] = dict(policy="none" if drafter == "none" else "auto")
-        if shape:
-            depth, _, width = shape.partition("x")
-            options = dict(policy="fixed", max_depth=int(depth), max_width=int(width or 1))
+        drafter, options = shaped(drafter)
         # A compiler that ran beside the methods would slow them all.
         config = SLOSpecConfig(**options, max_batch=max_batch, compile="wait")
         if drafter == "assistant":

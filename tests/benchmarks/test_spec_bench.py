@@ -157,3 +157,17 @@ def test_the_longest_prompts_warm_up():
     contest = spec_bench.Contest(target, None, tokenizer, 6, 0.0, 64)
     groups = groups_of([Question(str(n), "a", ["x" * n, "y" * 99]) for n in (3, 9, 5)], 1)
     assert contest.longest(groups)["input_ids"].equal(contest.encoded([["x" * 9]])["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "options"),
+    [
+        ("none", "none", dict(policy="none")),
+        ("lookup", "lookup", dict(policy="auto")),
+        ("lookup/4x2", "lookup", dict(policy="fixed", max_depth=4, max_width=2)),
+        ("a/head/3", "a/head", dict(policy="fixed", max_depth=3, max_width=1)),
+        ("a/head", "a/head", dict(policy="auto")),
+    ],
+)
+def test_a_drafter_may_have_a_shape_or_be_a_folder(name, drafter, options):
+    assert spec_bench.shaped(name) == (drafter, options)

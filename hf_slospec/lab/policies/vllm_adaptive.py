@@ -64,7 +64,8 @@ class AcceptanceEstimator:
             [num_tokens] f64.
         """
         scores = self.slope * log_odds + self.intercepts[depths]
-        return np.exp(-np.logaddexp(0.0, -scores))
+        predicted: FloatArray = np.exp(-np.logaddexp(0.0, -scores))
+        return predicted
 
     def observe(self, log_odds: FloatArray, depths: IntArray, was_hit: BoolArray) -> None:
         """Count the tokens of one step whose predecessors were accepted.
