@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -50,20 +51,43 @@ def local_server(
             template.name,
         ]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(
-            [*command, *options], stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": paths}
-        )
         url = f"http://127.0.0.1:{port}"
-        try:
-            _wait_until_healthy(process, url)
+        with running([*command, *options], url, os.environ | {"PYTHONPATH": paths}, log) as process:
             yield url, process
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    url: str,
+    env: Mapping[str, str],
+    log: IO[str] | int = subprocess.DEVNULL,
+    start_s: float = START_S,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield the process of a server once its ``/health`` answers; stop it and its children
+    afterwards.
+
+    Args:
+        command: starts the server.
+        url: address of the server.
+        env: environment of its process.
+        log: where its output goes.
+        start_s: seconds it may take to start.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+    try:
+        _wait_until_healthy(process, url, start_s)
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):  # children may outlive the server
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def free_port() -> int:
@@ -74,10 +98,10 @@ def free_port() -> int:
         return port
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
-    until_s = time.monotonic() + START_S
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, start_s: float) -> None:
+    until_s = time.monotonic() + start_s
     while time.monotonic() < until_s and process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
             return
-        time.sleep(0.5)
-    raise RuntimeError(f"the server did not start within {START_S} s; its log says why")
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not start within {start_s:.0f} s; its log says why")

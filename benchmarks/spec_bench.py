@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+from transformers import CompileConfig
 from transformers.utils import logging
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
@@ -48,7 +50,7 @@ TASKS = {  # Spec-Bench's six; the categories of MT-Bench are one
 }  # fmt: skip
 CHAT = "MT-bench"
 STOCK = "stock"
-STATIC = "stock, static cache"
+COMPILED = "stock, compiled"  # with a static cache
 LOOKUPS = "3,5,10"  # constants of stock's prompt lookup
 ASSISTED = (3, 5, 10)  # constants of stock's assisted generation
 DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix")
@@ -161,6 +163,14 @@ def constant_draft(draft: Any, num_tokens: int) -> Iterator[None]:
         config.update(**stock)
 
 
+def shaped(drafter: str) -> tuple[str, dict[str, Any]]:
+    """Return the drafter without the shape that may follow it, and the settings of its policy."""
+    if shape := re.fullmatch(r"(.+)/(\d+)(?:x(\d+))?", drafter):  # folders have slashes, too
+        source, depth, width = shape.groups()
+        return source, dict(policy="fixed", max_depth=int(depth), max_width=int(width or 1))
+    return drafter, dict(policy="none" if drafter == "none" else "auto")
+
+
 class Contest:
     """Methods on one target, with the same prompts and options."""
 
@@ -190,6 +200,11 @@ class Contest:
         """Encode conversations as a left-padded batch."""
         return encoded_chats(self.tokenizer, conversations, self.max_prompt, self.target.device)
 
+    def longest(self, groups: list[list[Question]]) -> dict[str, torch.Tensor]:
+        """Return the group with the longest first turns, encoded."""
+        group = max(groups, key=lambda group: max(len(question.turns[0]) for question in group))
+        return self.encoded([question.turns[:1] for question in group])
+
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Count the target's forwards inside this context."""
@@ -204,14 +219,21 @@ class Contest:
         finally:
             hook.remove()
 
-    def timed(self, call: Callable[[], Any], num_prompt: int, is_ours: bool) -> Answer:
+    def timed(
+        self, call: Callable[[], Any], num_prompt: int, is_ours: bool, is_plain: bool = False
+    ) -> Answer:
         """Time a call that returns sequences, and count its new tokens up to the first end of every
         row.
+
+        Args:
+            call: the call.
+            num_prompt: tokens of its padded prompts.
+            is_ours: True if it returns the steps that it took.
+            is_plain: True if it takes a step per token, so that steps need not be counted.
         """
         torch.manual_seed(0)
-        with (
-            contextlib.nullcontext() if is_ours else self.counting()
-        ):  # a model with hooks is not compiled
+        # We do not compile a model with hooks, and stock would compile the counting anew in every step.
+        with contextlib.nullcontext() if is_ours or is_plain else self.counting():
             synchronize(self.target.device)
             begun = time.perf_counter()
             output = call()
@@ -221,7 +243,8 @@ class Contest:
             until_end(row.tolist(), self.ends)
             for row in getattr(output, "sequences", output)[:, num_prompt:]
         ]
-        steps = [metrics.steps for metrics in output.slo] if is_ours else [self.num_forwards - 1]
+        num_steps = max(map(len, rows)) - 1 if is_plain else self.num_forwards - 1
+        steps = [metrics.steps for metrics in output.slo] if is_ours else [num_steps]
         texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         drafted = (
             [step for step in output.steps if step.depth and not step.is_prefill] if is_ours else []
@@ -232,13 +255,21 @@ class Contest:
             seconds, sum(map(len, rows)), float(np.mean(steps)), texts, expected, committed
         )
 
-    def stock(self, **extra: Any) -> Run:
-        """Return stock ``generate`` with further options."""
+    def stock(self, is_plain: bool = False, **extra: Any) -> Run:
+        """Return stock ``generate`` with further options; for ``is_plain`` see :meth:`timed`."""
         return lambda inputs: self.timed(
             lambda: self.target.generate(**inputs, **self.options, **extra),
             inputs["input_ids"].shape[1],
             False,
+            is_plain,
         )
+
+    def compiled(self) -> Run:
+        """Return stock ``generate`` with a static cache and compiled forwards."""
+        config = CompileConfig()
+        # transformers compiles on GPUs by itself, and on a CPU if this private field says so.
+        config._compile_all_devices = True
+        return self.stock(is_plain=True, cache_implementation="static", compile_config=config)
 
     def assisted(self, constant: int) -> Run:
         """Return stock's assisted generation with a constant number of drafted tokens."""
@@ -256,11 +287,7 @@ class Contest:
 
         A shape after it, as in ``lookup/4x2``, fixes depth and width of its trees.
         """
-        drafter, _, shape = drafter.partition("/")
-        options: dict[str, Any] = dict(policy="none" if drafter == "none" else "auto")
-        if shape:
-            depth, _, width = shape.partition("x")
-            options = dict(policy="fixed", max_depth=int(depth), max_width=int(width or 1))
+        drafter, options = shaped(drafter)
         # A compiler that ran beside the methods would slow them all.
         config = SLOSpecConfig(**options, max_batch=max_batch, compile="wait")
         if drafter == "assistant":
@@ -311,12 +338,12 @@ class Contest:
         return run
 
     def methods(
-        self, drafters: list[str], lookups: list[int], batch: int, has_static: bool
+        self, drafters: list[str], lookups: list[int], batch: int, has_compiled: bool
     ) -> dict[str, Run]:
         """Return the methods at one batch size; stock's own speculation is for batch 1."""
         methods = {STOCK: self.stock()}
-        if has_static:
-            methods[STATIC] = self.stock(cache_implementation="static")
+        if has_compiled:
+            methods[COMPILED] = self.compiled()
         if batch == 1:
             methods |= {
                 f"prompt lookup {k}": self.stock(prompt_lookup_num_tokens=k) for k in lookups
@@ -505,8 +532,9 @@ def main(
     max_prompt: Annotated[
         int, typer.Option(help="Prompts are truncated to this many tokens.")
     ] = 2048,
-    static: Annotated[
-        bool, typer.Option(help="Also stock with a static cache, which it compiles on GPUs.")
+    compiled: Annotated[
+        bool,
+        typer.Option(help="Also stock with compiled forwards and a static cache, on CPUs, too."),
     ] = False,
     device: Annotated[str, typer.Option()] = "auto",
     dtype: Annotated[str, typer.Option(help="fast: what the device is fast in.")] = "fast",
@@ -538,7 +566,7 @@ def main(
         )
         for batch in map(int, batches.split(",")):
             methods = contest.methods(
-                names, [int(one) for one in lookups.split(",") if one], batch, static
+                names, [int(one) for one in lookups.split(",") if one], batch, compiled
             )
             is_warm = False
             for number, group in enumerate(
@@ -554,6 +582,8 @@ def main(
                 if not is_warm:
                     warm_up = contest.encoded([["Say hello, please."]] * batch)
                     is_warm = True
+                    if compiled:  # the static cache keeps its greatest length, so this is first
+                        methods[COMPILED](contest.longest(groups_of(questions, batch)))
                     for run in methods.values():
                         run(warm_up)
                 records += [key | r for r in answers(contest, methods, group, number)]

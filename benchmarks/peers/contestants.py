@@ -13,6 +13,7 @@ OURS_BF16 = "hf_slospec bf16"
 NO_DRAFTS = "hf_slospec bf16, no drafts"  # packed weights alone
 STOCK_BF16 = "stock generate bf16"  # on a checkpoint, the reference of speed
 OTHER_WEIGHTS = " (other weights)"
+WITH_HEAD = ", EAGLE-3 head"  # contestants for which a head must have been exported
 LLAMA_NGRAMS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 
 
@@ -136,7 +137,19 @@ CHECKPOINT_GROUPS = {
         ]
         for kind in ("f16", "bf16")
     },
-    "openvino-bf16": CHECKPOINT_ANCHORS + _openvino_lookup("bf16"),
+    "openvino-bf16": [
+        *CHECKPOINT_ANCHORS,
+        *_openvino_lookup("bf16"),
+        _ours(f"{OURS_BF16}{WITH_HEAD}", "bf16", "head"),
+        *(
+            Contestant(
+                f"OpenVINO bf16{WITH_HEAD}, {tokens}",
+                ("openvino", "bf16", "eagle3"),
+                {"num_assistant_tokens": tokens},
+            )
+            for tokens in (3, 5)
+        ),
+    ],
     "vllm-bf16": CHECKPOINT_ANCHORS + _vllm("bf16", ngram="ngram:5", suffix="suffix"),
     "quantised": [
         *CHECKPOINT_ANCHORS,

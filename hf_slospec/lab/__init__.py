@@ -15,9 +15,9 @@ from hf_slospec.lab.policies.smartspec_variants import (
     ConfidencePolicy,
     HeadsPolicy,
     TurboSpecPolicy,
-    VLLMAdaptivePolicy,
 )
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
+from hf_slospec.lab.policies.vllm_adaptive import VLLMAdaptivePolicy
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import Recording, TextModel

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.peers.contestants import CHECKPOINT_GROUPS, PAIR_GROUPS, STOCK, STOCK_BF16
+from benchmarks.peers.export import write_head
 from benchmarks.peers.measure import HeldOut
 from benchmarks.peers.protocol import Settings
 from benchmarks.peers.summary import different_at, summarize, table
+from hf_slospec import load_tiny_pair
 
 SETTINGS = Settings(Path("a"), Path("b"), 2, "native", 2112, [2])
 
@@ -89,3 +94,21 @@ def test_repeats_of_the_pair_have_other_prompts(tmp_path):
     (tmp_path / "prompts.json").write_text("[[1], [2], [3], [4], [5]]")
     warm_up, trials = HeldOut(tmp_path, 2).trials(2)
     assert (warm_up.ids, [trial.ids for trial in trials]) == ([[4], [5]], [[[1], [2]], [[3], [4]]])
+
+
+def test_a_head_is_exported_with_the_embeddings_that_it_shares(tmp_path):
+    target, *_ = load_tiny_pair(torch.bfloat16)
+    folder = tmp_path / "trained"
+    folder.mkdir()
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"fc.weight": torch.ones(2, 3)}, folder / "model.safetensors")
+    assert write_head(tmp_path, folder, target)["head"] == "trained"
+    written = load_file(tmp_path / "head" / "model.safetensors")
+    assert written["embed_tokens.weight"].equal(target.get_input_embeddings().weight)
+    assert written["fc.weight"].equal(torch.ones(2, 3))
+    assert json.loads((tmp_path / "head" / "config.json").read_text()) == config
+    for other in ({"architectures": ["Eagle3DraftModel"]}, {"draft_vocab_size": None}):
+        (folder / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(SystemExit, match="--layout sglang --draft-vocab"):
+            write_head(tmp_path, folder, target)

@@ -131,3 +131,43 @@ def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path, monkeypatch
     assert (
         again.exit_code == 0 and json.loads(file.read_text(encoding="utf-8"))["records"] == records
     )
+
+
+def test_stock_is_compiled_on_a_cpu_and_takes_a_step_per_token(monkeypatch):
+    compiled = []
+
+    def compile_of(function, **options):
+        compiled.append(options)
+        return function
+
+    monkeypatch.setattr("torch.compile", compile_of)
+    target, _, tokenizer = load_tiny_pair()
+    contest = spec_bench.Contest(target, None, tokenizer, 6, 0.0, 64)
+    methods = contest.methods([], [], 1, has_compiled=True)
+    inputs = contest.encoded([["def main():"]])
+    answer = methods[spec_bench.COMPILED](inputs)
+    assert len(compiled) == 1
+    assert answer.texts == methods[STOCK](inputs).texts
+    assert answer.num_steps == answer.num_tokens - 1 == 5
+    assert len(compiled) == 1  # stock itself is eager
+
+
+def test_the_longest_prompts_warm_up():
+    target, _, tokenizer = load_tiny_pair()
+    contest = spec_bench.Contest(target, None, tokenizer, 6, 0.0, 64)
+    groups = groups_of([Question(str(n), "a", ["x" * n, "y" * 99]) for n in (3, 9, 5)], 1)
+    assert contest.longest(groups)["input_ids"].equal(contest.encoded([["x" * 9]])["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "options"),
+    [
+        ("none", "none", dict(policy="none")),
+        ("lookup", "lookup", dict(policy="auto")),
+        ("lookup/4x2", "lookup", dict(policy="fixed", max_depth=4, max_width=2)),
+        ("a/head/3", "a/head", dict(policy="fixed", max_depth=3, max_width=1)),
+        ("a/head", "a/head", dict(policy="auto")),
+    ],
+)
+def test_a_drafter_may_have_a_shape_or_be_a_folder(name, drafter, options):
+    assert spec_bench.shaped(name) == (drafter, options)

@@ -1,5 +1,5 @@
-"""Variants of SmartSpec: its confidence-based drafting (Algorithm 3), its trees of heads,
-TurboSpec, and vLLM's adaptive number of verified tokens.
+"""Variants of SmartSpec: its confidence-based drafting (Algorithm 3), its trees of heads, and
+TurboSpec.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from hf_slospec.engine.acceptance import tried_and_hit
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.interfaces import Plan, Selection
-from hf_slospec.engine.latency_curves import Count, Seconds
 from hf_slospec.lab.policies.goodput import (
     MovingAcceptance,
     confident_length,
@@ -24,17 +23,13 @@ from hf_slospec.lab.policies.goodput import (
 )
 from hf_slospec.lab.policies.sequoia import StaticTree, trees_within
 from hf_slospec.lab.policies.smartspec import BIAS, Batch, SmartSpecPolicy
-from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.registry import (
-    MAX_BUDGET,
     NamedPolicy,
     PolicyOptions,
     max_useful_depth,
-    without_useless_nodes,
 )
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
-from hf_slospec.tree.select import best_ratio_nodes
 from hf_slospec.tree.tree import Forest, IntArray, TokenTree
 
 
@@ -214,36 +209,3 @@ class TurboSpecPolicy(SmartSpecPolicy):
         if self._num_skipped % RESET == 0:
             self.off_size = math.inf
         return True
-
-
-class VLLMAdaptivePolicy(NamedPolicy):
-    """Policy that drafts chains of ``max_depth`` tokens and verifies as many of them as maximise
-    the expected tokens per second.
-
-    The tokens of all requests are ranked by survival probability, which is the probability of their
-    path, and the best ones are verified. SLOs are ignored, the probabilities are not calibrated,
-    and all levels are drafted before the choice. vLLM takes the probabilities from the confidence
-    head of its drafter; here they are the draft's token probabilities."""
-
-    name = "vllm-adaptive"
-
-    @classmethod
-    def max_nodes(cls, config: PolicySettings) -> int:
-        return config.max_depth
-
-    def plan(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> Plan:
-        self._num_prefill_tokens = num_prefill_tokens
-        return Plan(max_useful_depth(requests, self.config.max_depth), 1)
-
-    def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
-    ) -> Selection:
-        forest = Forest.of(without_useless_nodes(requests, candidates))
-
-        def step_s(num_nodes: Count) -> Seconds:
-            return self.costs.shape_s(requests, plan.depth, 1, num_nodes + self._num_prefill_tokens)
-
-        is_verified = best_ratio_nodes(forest, forest.path_probs, MAX_BUDGET, step_s)
-        return selection_of(forest.subtrees(is_verified), step_s(int(is_verified.sum())))
