@@ -83,11 +83,13 @@ def _build(path: Path) -> None:
     openmp = next(
         (f"-l:{path.name}" for path in sorted((root / "lib").glob("libgomp*.so*"))), "-lgomp"
     )
-    target = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    target = ["-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":  # all that ATEN_CPU_CAPABILITY may allow
+        target.append("-mno-avx512f")
     include = root / "include"
     lib = root / "lib"
     compile = [
-        *(get_cpp_compiler(), *FLAGS, target, "-c"),
+        *(get_cpp_compiler(), *FLAGS, *target, "-c"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{include}", f"-I{include}/torch/csrc/api/include"),
     ]
