@@ -431,6 +431,7 @@ class BatchingService:
             )
         record = call.rows.record
         record.is_processed = options.processed_logprobs
+        record.temperature = options.logprobs_temperature
         seed = options.seed if params.is_sampled else None
         if params.is_sampled and seed is None:
             seed = secrets.randbits(63)

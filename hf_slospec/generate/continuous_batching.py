@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -44,6 +44,7 @@ from hf_slospec.forks import Condition
 from hf_slospec.generate.arguments import configured
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.speculator import FREE_SHARE
+from hf_slospec.model.version import ModelVersion
 from hf_slospec.policies.settings import MAX_COUNT
 from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.request import Request
@@ -92,6 +93,16 @@ LISTS = ("slo_tpot", "slo_ttft", "priority")  # may have one value per prompt
 OF_GENERATE = {"cache_implementation", "input_ids", "use_cache"}
 
 
+@dataclass
+class ScoredBatching(ContinuousBatchingConfig):
+    """Settings of ``generate_batch`` calls whose log probabilities a trainer uses."""
+
+    # Log probabilities are those of the logits divided by this, before other logits processors.
+    temperature: float = 1.0
+    # Takes the outputs of each call, and the version of the model that made them.
+    take: Callable[[Iterable[GenerationOutput], ModelVersion], None] | None = None
+
+
 def batcher_config(
     given: ContinuousBatchingConfig, config: SLOSpecConfig, decoder: Decoder
 ) -> SLOSpecConfig:
@@ -116,7 +127,7 @@ def batcher_config(
     # False and 0 turn something off that speculation does not have.
     refused = [
         one.name
-        for one in fields(given)
+        for one in fields(defaults)
         if one.name not in READ and getattr(given, one.name) not in (getattr(defaults, one.name), 0)
     ]
     has_choice = given.use_cuda_graph is not None and decoder.model.device.type == "cuda"
@@ -468,7 +479,10 @@ class SpeculatingManager(ContinuousBatchingManager):
                 if self._seed is None
                 else (self._seed + number) % 2**63
             )
-        if self.continuous_batching_config.return_logprobs:
+        batching = self.continuous_batching_config
+        if isinstance(batching, ScoredBatching):
+            options |= {"logprobs": 0, "logprobs_temperature": batching.temperature}
+        elif batching.return_logprobs:
             options |= {"logprobs": 0, "processed_logprobs": True}
         submitted = SubmitOptions.of(**options)
         return self._service.prepared(
@@ -670,7 +684,11 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
                 "different lengths"
             )
         names = manager.add_requests(list(inputs), record_timestamps=record_timestamps, **settings)
-        return _results(manager, names, progress_bar, persistent_manager)
+        outputs = _results(manager, names, progress_bar, persistent_manager)
+        batching = manager.continuous_batching_config
+        if isinstance(batching, ScoredBatching) and batching.take is not None:
+            batching.take(outputs.values(), decoder.speculator.target.packed.version)
+        return outputs
 
     return {
         method.__name__: method

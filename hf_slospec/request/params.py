@@ -102,6 +102,8 @@ class SubmitOptions(BaseModel):
     resume: Progress | None = None
     logprobs: int | None = Field(None, ge=0)  # number of most probable tokens per new token
     processed_logprobs: bool = False  # logprobs are those after logits processors
+    # logprobs are those of the logits divided by this, whatever other processors do
+    logprobs_temperature: float | None = Field(None, gt=0)
     prompt_logprobs: int | None = Field(
         None, ge=0
     )  # number of most probable tokens per prompt token
