@@ -242,6 +242,7 @@ class SpeculatingManager(ContinuousBatchingManager):
         self._generation_thread: Any = None
         self._seed = continuous_batching_config.seed
         self.is_stopped = False  # takes no requests until it is started again
+        self.is_of_call = False  # a call of generate_batch adds all requests
         self._num_named = 0  # requests without a name of their own so far
         self._num_added = 0
         self._changed = Condition()  # guards all that follows
@@ -486,8 +487,9 @@ class SpeculatingManager(ContinuousBatchingManager):
             options |= {"logprobs": 0, "processed_logprobs": True}
         submitted = SubmitOptions.of(**options)
         return self._service.prepared(
-            self._batcher, input_ids, slo_tpot, submitted, arguments, reads_model=is_first
-        )
+            self._batcher, input_ids, slo_tpot, submitted, arguments, reads_model=is_first,
+            ends_with_others=self.is_of_call,
+        )  # fmt: skip
 
     def _queue(self, requests: Sequence[ManagedRequest]) -> None:
         """Pass requests to the batcher, or hold them until it is started."""
@@ -622,7 +624,7 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
         if model is not decoder.model:  # a deep copy, which copied its methods
             return None
         if isinstance(cached := getattr(model, CACHED, None), SpeculatingManager):
-            cached.is_stopped = False
+            cached.is_stopped = cached.is_of_call = False
             return cached
         given = given or getattr(generation_config, "continuous_batching_config", None)
         try:
@@ -676,6 +678,7 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
                 persistent_manager, warmup, max_new_tokens=settings.get("max_new_tokens"),
             )  # fmt: skip
             return outputs
+        manager.is_of_call = True
         settings = {name: value for name, value in settings.items() if name not in OF_GENERATE}
         mask = settings.pop("attention_mask", None)
         if mask is not None and not bool(torch.as_tensor(mask, device="cpu").all()):
