@@ -238,6 +238,7 @@ def exact_logprobs(model, config, *prompts):
 DRAFTING = dict(policy="fixed", max_depth=4, max_width=3)
 
 
+@pytest.mark.nightly
 def test_exact_bits_give_the_logprobs_of_stock_decoding_to_the_bit():
     model = tiny_copy("llama").to(torch.bfloat16)
     prompts = [random_texts(20)[0] * 2, random_texts(6)[0]]
