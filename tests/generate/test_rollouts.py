@@ -65,6 +65,21 @@ def test_rollouts_are_those_of_stock_in_fewer_steps(drafter, tmp_path):
     assert 1.0 <= first < second
 
 
+def test_batches_draft_from_the_answers_of_earlier_epochs(tmp_path):
+    rollouts = Rollouts(tmp_path, RolloutCallback("suffix", config=CONFIG))
+    rollouts.call("on_train_begin")
+    sampled = GenerationConfig(do_sample=True, max_new_tokens=24)
+    answers = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        outputs = rollouts.model.generate_batch(random_texts(40, 9) * 2, sampled)
+        answers.append([output.generated_tokens for output in outputs.values()])
+        rollouts.call("on_epoch_end")
+    first, second = rollouts.callback.tokens_per_step
+    assert answers[0] == answers[1] and second > max(2.0, first)
+    assert len(rollouts.callback.past) == 8
+
+
 def test_answers_go_with_checkpoints(tmp_path):
     rollouts = Rollouts(tmp_path, RolloutCallback("lookup", config=CONFIG))
     rollouts.call("on_train_begin")
