@@ -35,8 +35,8 @@ from hf_slospec.cli.benchmark import provenance
 PLAIN = f"{OURS}, no drafts"
 SYSTEMS = (OURS, PLAIN, BATCHES, GENERATE)
 # Facts of a file that must be those of the run which continues it
-FACTS = ("target", "dtype", "drafter", "prompts", "per_batch", "completions", "tokens", "limit",
-         "config", "systems")  # fmt: skip
+FACTS = ("target", "drafter", "prompts", "per_batch", "completions", "tokens", "limit", "config",
+         "systems")  # fmt: skip
 COUNTS = ("new_tokens", "rows", "steps", "drafted", "accepted")
 WARM_UP = 8  # new tokens of the first batch of each system, which is not measured
 
@@ -58,24 +58,14 @@ class Measurement:
     """Models, prompts and settings of a run, and the rows of its file."""
 
     def __init__(self, options: argparse.Namespace):
-        """Load the models, enable those that are to speculate, and read the file."""
+        """Read the file, load the models, and enable those that are to speculate."""
         self.options = options
         self.past = hf_slospec.PastAnswers(max_per_prompt=2 * options.completions)
-        self.stock, tokenizer, (*self.prompts, self.other_prompt) = loaded(options)
-        self.config = GenerationConfig(
-            max_new_tokens=options.tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            eos_token_id=self.stock.generation_config.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id or 0,
-        )  # fmt: skip
-        self.enabled = {
-            name: self._enabled(name, tokenizer) for name in (OURS, PLAIN) if name in options.systems
-        }
         self.facts = provenance(
             target=Path(options.target or "embedded").name, drafter=options.drafter,
-            dtype=str(self.stock.dtype).removeprefix("torch."), prompts=len(self.prompts),
-            per_batch=options.per_batch, completions=options.completions, tokens=options.tokens,
-            limit=options.limit, config=options.config.model_dump_json(exclude_unset=True),
-            systems=options.systems,
+            prompts=options.prompts, per_batch=options.per_batch, completions=options.completions,
+            tokens=options.tokens, limit=options.limit, systems=options.systems,
+            config=options.config.model_dump_json(exclude_unset=True),
         )  # fmt: skip
         self.rows = list[dict[str, Any]]()
         if options.json is not None and options.json.exists():
@@ -86,6 +76,17 @@ class Measurement:
             self.facts = found["provenance"]
             self.rows = found["rows"]
             self.past.load(self._past_file)
+        self.stock, tokenizer, (*self.prompts, self.other_prompt) = loaded(options)
+        self.config = GenerationConfig(
+            max_new_tokens=options.tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            eos_token_id=self.stock.generation_config.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id or 0,
+        )  # fmt: skip
+        self.enabled = {
+            name: self._enabled(name, tokenizer)
+            for name in (OURS, PLAIN)
+            if name in options.systems
+        }
 
     def _enabled(self, name: str, tokenizer: Any) -> Any:
         model, _, _ = loaded(self.options)

@@ -14,7 +14,7 @@ trainer takes old log probabilities from verification; ``skipped`` counts the fo
 from __future__ import annotations
 
 import argparse
-import functools
+import copy
 import json
 import statistics
 import time
@@ -67,13 +67,15 @@ def train(
     drafter = hf_slospec.load_drafter(options.drafter, model, tokenizer=tokenizer, share_texts=past)
     hf_slospec.enable(model, drafter=drafter, config=options.config, always=True)
     method = "generate_batch" if options.batches else "generate"
-    stock = getattr(type(model), method)
-    ways = {"stock": functools.partial(stock, model), "ours": getattr(model, method)}
+    twin = copy.deepcopy(model)  # stock generate_batch calls other methods that enable() replaces
+    hf_slospec.disable(twin)
+    ways = {"stock": getattr(twin, method), "ours": getattr(model, method)}
     rollouts = list[Any]()
     decoder = model.generate.decoder  # type: ignore[attr-defined]
 
     def both(*arguments: Any, **given: Any) -> Any:
         state = torch.get_rng_state()
+        twin.to(model.dtype).load_state_dict(model.state_dict())
         found = dict[str, Any]()
         seconds = dict[str, float]()
         for name in sorted(ways, reverse=bool(len(rollouts) % 2)):

@@ -72,6 +72,23 @@ def test_autocast_that_converts_no_weight_does_not_prevent_compiling(dtype, path
     assert report.all_near_ties and report.dtype is torch.bfloat16, str(report)
 
 
+def test_a_model_whose_buffers_are_cast_is_prepared_anew():
+    model = tiny_copy("llama")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    hf_slospec.enable(model, always=True)
+    checked = model.generate.decoder.speculator.target
+    for is_cast in (False, True):
+        packed = checked.packed
+        report = hf_slospec.divergence_report(
+            model, ragged_prompts(2), max_new_tokens=12, do_sample=False
+        )
+        assert report.all_near_ties and checked.packed is packed, str(report)
+        model.to(torch.bfloat16)  # TRL does so before each generate_batch
+        checked.renew(checked.lock)
+        assert (checked.packed is packed) == is_cast
+
+
 @pytest.mark.usefixtures("_process_group")
 def test_a_model_split_after_it_was_enabled_is_refused_by_name():
     from torch.distributed.fsdp import fully_shard
