@@ -161,6 +161,10 @@ class ReusedLogprobs:
         self._weights = 0  # its counter then
         setattr(trainer, SCORES, self._logprobs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReusedLogprobs:
+        """Return itself: stock ``generate_batch`` copies its settings, which refer to this."""
+        return self
+
     def _take(self, outputs: Iterable[GenerationOutput], version: ModelVersion) -> None:
         """Keep the log probabilities of one call of ``generate_batch``, until the next one."""
         self._rows = {(*one.prompt_ids, *one.generated_tokens): one.logprobs for one in outputs}

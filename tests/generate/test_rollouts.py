@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import warnings
 
 import pytest
@@ -119,6 +120,7 @@ class Trainer:
 
     def __init__(self, model):
         self.model = model
+        self.lock = threading.RLock()  # cannot be copied, as parts of TRL's
         self.continuous_batching_config = ContinuousBatchingConfig(seed=1)
         self.num_forwards = 0
 
