@@ -421,7 +421,8 @@ class BatchingService:
         arguments = {"tokenizer": self.tokenizer} | arguments | inputs
         speculator = self.decoder.speculator_of(arguments)
         with keeping_rope_deltas(model):
-            is_idle = batcher.is_idle if reads_model else None
+            # The bits of weights are compared when an engine is made.
+            is_idle = batcher.is_running and batcher.is_idle if reads_model else None
             call = prepare(
                 speculator, slo_tpot, arguments, options, earlier, is_idle, new_stop_strings
             )

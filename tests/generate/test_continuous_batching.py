@@ -388,3 +388,5 @@ def test_batches_use_the_weights_of_the_last_optimizer_step(stock, lora):
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if len(earlier) == 2:  # a write that torch does not count
+            trained[-1].data.mul_(1.5)
