@@ -42,10 +42,12 @@ PAGE = 256  # tokens of a page of stock's K/V
 Rows = list[list[int]]
 
 
-def prompts_of(tokenizer: Any, number: int, max_tokens: int) -> Rows:
-    """Return the token ids of chats that begin with questions of all categories in turn."""
+def prompts_of(tokenizer: Any, number: int, max_tokens: int, task: str | None = None) -> Rows:
+    """Return the token ids of chats that begin with questions of all categories in turn, or with
+    those of one task.
+    """
     prompts: Rows = []
-    questions = questions_of(QUESTIONS, sys.maxsize)
+    questions = [q for q in questions_of(QUESTIONS, sys.maxsize) if task in (None, q.task)]
     # A name has the question's place in its category, and its number.
     for question in sorted(questions, key=lambda each: [*map(int, each.name.split())]):
         chat = [{"role": "user", "content": question.turns[0]}]
@@ -55,7 +57,9 @@ def prompts_of(tokenizer: Any, number: int, max_tokens: int) -> Rows:
     return prompts[:number]
 
 
-def batches(model: Any, prompts: Rows, config: GenerationConfig, limit: int) -> Rows:
+def batches(
+    model: Any, prompts: Rows, config: GenerationConfig, limit: int, seed: int = SEED
+) -> Rows:
     """Return the new tokens of the model's ``generate_batch``, stock's or ours.
 
     Stock's K/V has twice the tokens that it needs: with the defaults, it takes most of the memory,
@@ -64,7 +68,7 @@ def batches(model: Any, prompts: Rows, config: GenerationConfig, limit: int) -> 
     longest = max(map(len, prompts)) + config.max_new_tokens
     given = ContinuousBatchingConfig(
         max_requests_per_batch=limit, num_blocks=2 * limit * -(-longest // PAGE), page_size=PAGE,
-        max_batch_tokens=512, seed=SEED,
+        max_batch_tokens=512, seed=seed,
     )  # fmt: skip
     outputs = model.generate_batch(prompts, config, given)
     return [output.generated_tokens for output in outputs.values()]

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # the names of :data:`_NAMES` again, for type checkers and ed
     from hf_slospec.generate.enable import enable as enable
     from hf_slospec.generate.enable import enabled as enabled
     from hf_slospec.generate.rollouts import RolloutCallback as RolloutCallback
+    from hf_slospec.generate.rollouts import reuse_logprobs as reuse_logprobs
     from hf_slospec.generate.status import SpeculationStatus as SpeculationStatus
     from hf_slospec.generate.status import status as status
     from hf_slospec.model.memory import MemoryUse as MemoryUse
@@ -81,7 +82,7 @@ _NAMES = {
     ),
     "generate.call": "SLOSpecOutput",
     "generate.enable": "disable enable enabled",
-    "generate.rollouts": "RolloutCallback",
+    "generate.rollouts": "RolloutCallback reuse_logprobs",
     "generate.status": "SpeculationStatus status",
     "drafters.past_answers": "PastAnswers",
     "model.memory": "MemoryUse",

@@ -64,7 +64,8 @@ def new_engine(
     Args:
         limits: limits of the scheduler of an engine to which requests are added; None: the
             engine decodes ``requests`` only.
-        shares_prompts: see :class:`~hf_slospec.scheduler.prefill.CallBatches`.
+        shares_prompts: the target reuses the K/V of equal prompts, so that of the requests with
+            equal prompts one is prefilled first.
     """
     target, drafter, policy, costs, clock, shared, checks = parts
     if limits is None:
@@ -78,6 +79,7 @@ def new_engine(
             target.num_reusable,
             config.guarantee,
             policy.falls_back,
+            shares_prompts,
         )
     return Engine(
         target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks

@@ -6,12 +6,15 @@
 Both sample from the same weights with the same seeds, in turns, and the trainer goes on with the
 completions of this package. They are equal in fp32; in bf16, near-ties may be decided differently.
 No packed copy may differ from a new one (``stale``). The first rollout, in which forwards are
-compiled and costs measured, is left out of the speed-ups."""
+compiled and costs measured, is left out of the speed-ups.
+
+With ``--batches``, both sample with ``generate_batch``, stock's with another order of noise, and the
+trainer takes old log probabilities from verification; ``skipped`` counts the forwards saved."""
 
 from __future__ import annotations
 
 import argparse
-import functools
+import copy
 import json
 import statistics
 import time
@@ -63,13 +66,16 @@ def train(
     past = hf_slospec.PastAnswers(max_per_prompt=2 * options.completions)
     drafter = hf_slospec.load_drafter(options.drafter, model, tokenizer=tokenizer, share_texts=past)
     hf_slospec.enable(model, drafter=drafter, config=options.config, always=True)
-    ways, rollouts = (
-        {"stock": functools.partial(type(model).generate, model), "ours": model.generate},
-        list[Any](),
-    )
+    method = "generate_batch" if options.batches else "generate"
+    twin = copy.deepcopy(model)  # stock generate_batch calls other methods that enable() replaces
+    hf_slospec.disable(twin)
+    ways = {"stock": getattr(twin, method), "ours": getattr(model, method)}
+    rollouts = list[Any]()
+    decoder = model.generate.decoder  # type: ignore[attr-defined]
 
     def both(*arguments: Any, **given: Any) -> Any:
         state = torch.get_rng_state()
+        twin.to(model.dtype).load_state_dict(model.state_dict())
         found = dict[str, Any]()
         seconds = dict[str, float]()
         for name in sorted(ways, reverse=bool(len(rollouts) % 2)):
@@ -77,28 +83,47 @@ def train(
             begun_s = time.perf_counter()
             found[name] = ways[name](*arguments, **given)
             seconds[name] = time.perf_counter() - begun_s
-        stock, ours = (
-            found[name][:, given["input_ids"].shape[1] :].tolist() for name in ("stock", "ours")
-        )
+        stock, ours = (new_tokens(found[name], given) for name in ("stock", "ours"))
         equal_rows = sum(own == other for own, other in zip(stock, ours, strict=True))
-        stale = num_stale(ways["ours"].decoder)  # type: ignore[attr-defined]
         rollouts.append(
-            {"seconds": seconds, "rows": len(ours), "equal_rows": equal_rows, "stale": stale}
+            {
+                "seconds": seconds,
+                "rows": len(ours),
+                "new_tokens": {"stock": sum(map(len, stock)), "ours": sum(map(len, ours))},
+                "equal_rows": equal_rows,
+                "stale": num_stale(decoder),
+                "tokens_per_step": decoder.done.tokens_per_step,
+            }
         )
+        decoder.done = type(decoder.done)()
         return found["ours"]
 
-    model.generate = both
+    setattr(model, method, both)
     config = GRPOConfig(
         output_dir=str(options.folder / "trl"), num_train_epochs=options.epochs, learning_rate=options.lr,
         per_device_train_batch_size=options.completions, num_generations=options.completions,
         max_completion_length=options.tokens, seed=0, use_cpu=True, report_to=[], save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, **settings,
+        logging_strategy="no", disable_tqdm=True, num_iterations=1 + options.batches,
+        use_transformers_continuous_batching=options.batches,
+        # Stock's K/V takes most of the memory otherwise, which makes it slow on a CPU.
+        transformers_continuous_batching_config={"num_blocks": 64, "page_size": 256}, **settings,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": prompt} for prompt in options.prompts])
     trainer = GRPOTrainer(model, lambda completions, **_: [float(len(set(str(c)))) for c in completions], config, data,
                           processing_class=tokenizer)  # fmt: skip
+    reused = hf_slospec.reuse_logprobs(trainer) if options.batches else None
     trainer.train()
+    if reused is not None:
+        rollouts[-1]["skipped"] = reused.num_skipped
     return rollouts
+
+
+def new_tokens(output: Any, given: dict[str, Any]) -> list[list[int]]:
+    """Return the new tokens of each row that ``generate`` or ``generate_batch`` returned."""
+    if isinstance(output, dict):
+        return [one.generated_tokens for one in output.values()]
+    rows: list[list[int]] = output[:, given["input_ids"].shape[1] :].tolist()
+    return rows
 
 
 def main() -> None:
@@ -117,6 +142,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--batches", action="store_true", help="sample with generate_batch")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     options = parser.parse_args()
     model = options.model or str(options.folder / "target")
@@ -137,7 +163,11 @@ def main() -> None:
     results = []
     for way in options.ways:
         rollouts = train(model, *WAYS[way], options)
-        ratios = [one["seconds"]["stock"] / one["seconds"]["ours"] for one in rollouts]
+        speeds = [
+            {name: one["new_tokens"][name] / one["seconds"][name] for name in one["seconds"]}
+            for one in rollouts
+        ]
+        ratios = [one["ours"] / one["stock"] for one in speeds]
         ends = range(len(options.prompts), len(ratios) + 1, len(options.prompts))
         epochs = [
             statistics.median(ratios[max(end - len(options.prompts), 1) : end]) for end in ends
@@ -150,7 +180,7 @@ def main() -> None:
         if options.json is not None:
             facts = provenance(
                 model=Path(model).name, drafter=options.drafter, epochs=options.epochs, prompts=len(options.prompts),
-                completions=options.completions, tokens=options.tokens,
+                completions=options.completions, tokens=options.tokens, batches=options.batches,
             )  # fmt: skip
             content = {"provenance": facts, "results": results}
             options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
@@ -258,6 +259,7 @@ class BatchingService:
             self.config,
             speculator.parts(target, drafter, costs, self.decoder.batcher_config),
             self.limits,
+            shares_prompts=max_kept is not None,
         )
         self._engine = ref(engine)
         ranks.begin_to_lead()
@@ -372,6 +374,7 @@ class BatchingService:
         images: Sequence[Any] | None = None,
         continues: RequestHandle | None = None,
         reads_model: bool = True,
+        ends_with_others: bool = False,
     ) -> tuple[RequestHandle, Callable[[], None]]:
         """Prepare one request for the batcher, which need not run yet.
 
@@ -380,6 +383,8 @@ class BatchingService:
             prompt, slo_tpot, options, arguments, images, continues: as in :meth:`submit`.
             reads_model: look for changes of the model. False: this was done just now, for another
                 request of the same call.
+            ends_with_others: all unfinished requests of the batcher are of one call, which returns
+                when the last of them ends.
 
         Returns:
             The request's handle, and a function that queues the request.
@@ -416,12 +421,17 @@ class BatchingService:
         arguments = {"tokenizer": self.tokenizer} | arguments | inputs
         speculator = self.decoder.speculator_of(arguments)
         with keeping_rope_deltas(model):
-            is_idle = batcher.is_idle if reads_model else None
+            # The bits of weights are compared when an engine is made.
+            is_idle = batcher.is_running and batcher.is_idle if reads_model else None
             call = prepare(
                 speculator, slo_tpot, arguments, options, earlier, is_idle, new_stop_strings
             )
         speculator.lock.rest()  # preparing may have run torch in this thread, e.g. encoded images
         (params,) = call.params
+        if ends_with_others:
+            params = replace(
+                params, ends_with_others=True, are_all_running=lambda: not batcher.counts.waiting
+            )
         needed = len(params.prompt) + params.max_new_tokens + self.limits.max_nodes
         if needed > self.limits.kv_tokens:
             raise InvalidInputError(
@@ -431,6 +441,7 @@ class BatchingService:
             )
         record = call.rows.record
         record.is_processed = options.processed_logprobs
+        record.temperature = options.logprobs_temperature
         seed = options.seed if params.is_sampled else None
         if params.is_sampled and seed is None:
             seed = secrets.randbits(63)

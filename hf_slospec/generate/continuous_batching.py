@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -44,6 +44,7 @@ from hf_slospec.forks import Condition
 from hf_slospec.generate.arguments import configured
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.speculator import FREE_SHARE
+from hf_slospec.model.version import ModelVersion
 from hf_slospec.policies.settings import MAX_COUNT
 from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.request import Request
@@ -92,6 +93,16 @@ LISTS = ("slo_tpot", "slo_ttft", "priority")  # may have one value per prompt
 OF_GENERATE = {"cache_implementation", "input_ids", "use_cache"}
 
 
+@dataclass
+class ScoredBatching(ContinuousBatchingConfig):
+    """Settings of ``generate_batch`` calls whose log probabilities a trainer uses."""
+
+    # Log probabilities are those of the logits divided by this, before other logits processors.
+    temperature: float = 1.0
+    # Takes the outputs of each call, and the version of the model that made them.
+    take: Callable[[Iterable[GenerationOutput], ModelVersion], None] | None = None
+
+
 def batcher_config(
     given: ContinuousBatchingConfig, config: SLOSpecConfig, decoder: Decoder
 ) -> SLOSpecConfig:
@@ -116,7 +127,7 @@ def batcher_config(
     # False and 0 turn something off that speculation does not have.
     refused = [
         one.name
-        for one in fields(given)
+        for one in fields(defaults)
         if one.name not in READ and getattr(given, one.name) not in (getattr(defaults, one.name), 0)
     ]
     has_choice = given.use_cuda_graph is not None and decoder.model.device.type == "cuda"
@@ -231,6 +242,7 @@ class SpeculatingManager(ContinuousBatchingManager):
         self._generation_thread: Any = None
         self._seed = continuous_batching_config.seed
         self.is_stopped = False  # takes no requests until it is started again
+        self.is_of_call = False  # a call of generate_batch adds all requests
         self._num_named = 0  # requests without a name of their own so far
         self._num_added = 0
         self._changed = Condition()  # guards all that follows
@@ -468,12 +480,16 @@ class SpeculatingManager(ContinuousBatchingManager):
                 if self._seed is None
                 else (self._seed + number) % 2**63
             )
-        if self.continuous_batching_config.return_logprobs:
+        batching = self.continuous_batching_config
+        if isinstance(batching, ScoredBatching):
+            options |= {"logprobs": 0, "logprobs_temperature": batching.temperature}
+        elif batching.return_logprobs:
             options |= {"logprobs": 0, "processed_logprobs": True}
         submitted = SubmitOptions.of(**options)
         return self._service.prepared(
-            self._batcher, input_ids, slo_tpot, submitted, arguments, reads_model=is_first
-        )
+            self._batcher, input_ids, slo_tpot, submitted, arguments, reads_model=is_first,
+            ends_with_others=self.is_of_call,
+        )  # fmt: skip
 
     def _queue(self, requests: Sequence[ManagedRequest]) -> None:
         """Pass requests to the batcher, or hold them until it is started."""
@@ -608,7 +624,7 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
         if model is not decoder.model:  # a deep copy, which copied its methods
             return None
         if isinstance(cached := getattr(model, CACHED, None), SpeculatingManager):
-            cached.is_stopped = False
+            cached.is_stopped = cached.is_of_call = False
             return cached
         given = given or getattr(generation_config, "continuous_batching_config", None)
         try:
@@ -662,6 +678,7 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
                 persistent_manager, warmup, max_new_tokens=settings.get("max_new_tokens"),
             )  # fmt: skip
             return outputs
+        manager.is_of_call = True
         settings = {name: value for name, value in settings.items() if name not in OF_GENERATE}
         mask = settings.pop("attention_mask", None)
         if mask is not None and not bool(torch.as_tensor(mask, device="cpu").all()):
@@ -670,7 +687,11 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
                 "different lengths"
             )
         names = manager.add_requests(list(inputs), record_timestamps=record_timestamps, **settings)
-        return _results(manager, names, progress_bar, persistent_manager)
+        outputs = _results(manager, names, progress_bar, persistent_manager)
+        batching = manager.continuous_batching_config
+        if isinstance(batching, ScoredBatching) and batching.take is not None:
+            batching.take(outputs.values(), decoder.speculator.target.packed.version)
+        return outputs
 
     return {
         method.__name__: method

@@ -121,7 +121,14 @@ class CheckedModel:
     def _present_placement(self, parts: Sequence[Any]) -> tuple[Any, ...]:
         autocast = autocast_dtype(input_device(self.model).type)
         num_hooks = num_global_hooks() + sum(len(changing_hooks(part)) for part in parts)
-        return *self.place, is_compiled(self.model, parts), autocast, num_hooks
+        # model.to(dtype) casts them even if all weights had the dtype before
+        buffers = {
+            buffer.dtype
+            for part in parts
+            for buffer in part._buffers.values()
+            if buffer is not None
+        }
+        return *self.place, buffers, is_compiled(self.model, parts), autocast, num_hooks
 
     @property
     def _to_try(self) -> int:

@@ -23,6 +23,7 @@ from hf_slospec.model.linear_overrides import OverrideOptions, Overrides
 from hf_slospec.model.paths import Facts, PathContext, make_paths, resolve_paths
 from hf_slospec.model.probe import refuse_by_declaration
 from hf_slospec.model.properties import (
+    converts_weights,
     input_device,
     num_embeddings,
     vocab_size,
@@ -81,7 +82,7 @@ class PackedModel:
             has_states=self.family.has_states,
             attends_to_encoder=self.family.attends_to_encoder,
             varies_rope=self.rope.max_plain is not None,
-            autocast=self.autocast,
+            autocast=self.autocast if converts_weights(model, self.autocast) else None,
             no_kernel=why_no_triton(self.layers) if is_exact_on_cuda else None,
             has_static_attention=isinstance(backend, KernelAttention),
         )

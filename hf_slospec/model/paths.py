@@ -50,7 +50,8 @@ class Facts:
     has_fused_experts: bool = False
     attends_to_encoder: bool = False
     varies_rope: bool = False  # rotary embeddings depend on the length of a sequence
-    autocast: torch.dtype | None = None  # dtype, if the model's forward enables autocast
+    # dtype, if the model's forward enables autocast and weights have other dtypes
+    autocast: torch.dtype | None = None
     # The model has no hooks, is on one device, and its weights are of torch's own classes.
     is_plain: bool = True
     # Why Triton's attention is unavailable; read for exact forwards on CUDA only.

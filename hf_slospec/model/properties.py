@@ -246,6 +246,15 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if is_on else None
 
 
+def converts_weights(model: Any, dtype: torch.dtype | None) -> bool:
+    """Return whether autocast in ``dtype`` converts weights, or other operands on a device whose
+    autocast computes norms and softmax in fp32.
+    """
+    if input_device(model).type != "cpu":
+        return True
+    return any(one.is_floating_point() and one.dtype != dtype for one in model.parameters())
+
+
 @contextlib.contextmanager
 def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
     """Context manager that yields a function, which returns the autocast dtype of the model's last

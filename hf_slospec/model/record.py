@@ -9,7 +9,7 @@ import torch
 
 class TokenLogprobs(NamedTuple):
     """Log probabilities of a committed token and of the most probable tokens at its position,
-    before logits processors unless ``Record.is_processed`` was set.
+    before logits processors unless ``Record.is_processed`` or ``Record.temperature`` was set.
     """
 
     logprob: float
@@ -32,6 +32,8 @@ class Record:
         # Number of most probable tokens to record per position; None: record no log probabilities.
         self.num_top: int | None = None
         self.is_processed = False  # log probabilities are those after logits processors
+        # Log probabilities are those of the logits divided by this, before other processors.
+        self.temperature: float | None = None
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_rows)]
 
     @property
@@ -45,7 +47,10 @@ class Record:
         for name, rows in self._rows.items():
             rows[row].append(values[name].clone())  # a view would keep the logits of all nodes
         if self.num_top is not None:
-            logprobs = (scores if self.is_processed else logits).log_softmax(-1)
+            read = scores if self.is_processed else logits
+            if self.temperature is not None:
+                read = logits / self.temperature
+            logprobs = read.log_softmax(-1)
             top = logprobs.topk(min(self.num_top, len(logprobs)))
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
             self.logprobs[row].append(TokenLogprobs(float(logprobs[token]), list(pairs)))

@@ -96,10 +96,12 @@ def urgency(
 def row_weights(requests: Sequence[Request], costs: StepCosts) -> FloatArray:
     """Return the :func:`end_weights` of requests, scaled to a mean of 1.  -> [num_requests] f64
 
-    All weights are 1 if a request has an SLO, or returns before the other rows of its call end.
+    All weights are 1 if a request has an SLO, returns before the other rows of its call end, or
+    makes room for a row of its call that waits.
     """
     if len(requests) == 1 or not all(
-        r.params.ends_with_others and r.pace_s is None for r in requests
+        r.params.ends_with_others and r.pace_s is None and r.params.are_all_running()
+        for r in requests
     ):
         return np.ones(len(requests))
     one_s = costs.step_s(1)

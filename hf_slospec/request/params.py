@@ -102,6 +102,8 @@ class SubmitOptions(BaseModel):
     resume: Progress | None = None
     logprobs: int | None = Field(None, ge=0)  # number of most probable tokens per new token
     processed_logprobs: bool = False  # logprobs are those after logits processors
+    # logprobs are those of the logits divided by this, whatever other processors do
+    logprobs_temperature: float | None = Field(None, gt=0)
     prompt_logprobs: int | None = Field(
         None, ge=0
     )  # number of most probable tokens per prompt token
@@ -188,6 +190,7 @@ class RequestParams:
     # Choosing a token calls logits processors, stopping criteria or a streamer of the user.
     has_callbacks: bool = False
     ends_with_others: bool = False  # row of a batch that is returned when its last row ends
+    are_all_running: Callable[[], bool] = lambda: True  # no row of that batch waits for its turn
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     grammar: Grammar | None = None  # None: the output is unconstrained
     # Metrics of the request that this one continues after a pause; None: it continues none.

@@ -27,6 +27,7 @@ from hf_slospec.scheduler.prefill import (
     prefill_budget,
     required_rate,
     spare_budget,
+    waiting_for_equal,
     within,
 )
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
@@ -62,9 +63,11 @@ class BatchFormation:
         admission: AdmissionName,
         prefill: PrefillName,
         windows: WindowGuarantees,
+        shares_prompts: bool = False,
     ):
         """Begin without any skipped request; see :class:`ContinuousScheduler` for the arguments."""
         self._prefill_chunk = prefill_chunk
+        self._shares_prompts = shares_prompts
         self._costs = costs
         self._windows = windows
         self._admission = admission
@@ -314,11 +317,14 @@ class BatchFormation:
             prefilling.sort(key=lambda request: (request not in overdue, rank(request, now_s)))
             max_chunk = min(max_chunk, math.ceil(OVERDUE_SHARE * left))
         chunks = list[Chunk]()
+        waiting = waiting_for_equal(prefilling) if self._shares_prompts else {}
+        shared = set(waiting.values())
         for request in prefilling:
-            if left > 0:
-                chunks.append(
-                    Chunk.of(request, min(left, max_chunk) if request in overdue else left)
-                )
+            if left > 0 and request not in waiting:
+                limit = min(left, max_chunk) if request in overdue else left
+                if request in shared:  # the last token is prefilled with those that wait
+                    limit = min(limit, request.num_uncached - 1)
+                chunks.append(Chunk.of(request, limit))
                 left -= chunks[-1].num_tokens
         self._count_skipped(prefilling, [chunk.request for chunk in chunks])
         return chunks

@@ -55,6 +55,7 @@ class ContinuousScheduler(Slots):
         num_reusable: Callable[[Request], int] = lambda request: 0,
         guarantee: float | None = None,
         falls_back: bool = False,
+        shares_prompts: bool = False,
     ):
         """Create an empty scheduler.
 
@@ -63,13 +64,15 @@ class ContinuousScheduler(Slots):
             guarantee: probability with which guaranteed requests keep their TTFT SLOs, and their
                 TPOT SLOs over every window of ten tokens; None: no probability is stated.
             falls_back: ``Policy.falls_back``: the policy decodes plainly where time is short.
+            shares_prompts: the target reuses the K/V of equal prompts, see
+                :func:`waiting_for_equal`.
         """
         super().__init__(limits, costs)
         self.num_reusable = num_reusable
         self.windows = WindowGuarantees(guarantee, costs.recent, falls_back)
         self.admission = admission
         self.batches: BatchFormation | CallBatches = BatchFormation(
-            limits.prefill_chunk, costs, admission, prefill, self.windows
+            limits.prefill_chunk, costs, admission, prefill, self.windows, shares_prompts
         )
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         # Requests that are best effort until their SLOs can be guaranteed.

@@ -139,7 +139,8 @@ class CallBatches:
         self._costs = costs
         self._windows = windows
         self._has_begun = windows.probability is None
-        self._first_of: dict[Request, Request] = _first_of_equal(requests) if shares_prompts else {}
+        unknown = [each for each in requests if not each.kv.num_cached]
+        self._first_of = first_of_equal(unknown) if shares_prompts else {}
         self._firsts = set(self._first_of.values())
 
     def form(
@@ -177,16 +178,31 @@ class CallBatches:
         return False
 
 
-def _first_of_equal(requests: Sequence[Request]) -> dict[Request, Request]:
+def first_of_equal(requests: Sequence[Request]) -> dict[Request, Request]:
     """Return, for each request whose prompt an earlier request has, too, the first request with
-    that prompt.
+    that prompt, if the one may use the K/V of the other.
     """
-    firsts: dict[tuple[int, ...], Request] = {}
+    firsts: dict[tuple[str, tuple[int, ...]], Request] = {}
+    others: dict[Request, Request] = {}
+    for request in requests:
+        params = request.params
+        if params.prefill is None and request.prompt_len > MIN_SHARED:
+            first = firsts.setdefault((params.cache_salt, tuple(params.prompt)), request)
+            if first is not request:
+                others[request] = first
+    return others
+
+
+def waiting_for_equal(requests: Sequence[Request]) -> dict[Request, Request]:
+    """Return the requests whose prefill waits for that of an earlier request with the same prompt,
+    each with the earlier one.
+
+    A request waits until all tokens but the last of the earlier one have K/V; if it cannot take the
+    K/V of the first tokens, it does not wait any longer.
+    """
+    new = [each for each in requests if not (each.num_emitted or each.num_unread)]
     return {
         request: first
-        for request in requests
-        if request.params.prefill is None
-        and request.kv.num_cached == 0
-        and request.prompt_len > MIN_SHARED
-        and (first := firsts.setdefault(tuple(request.params.prompt), request)) is not request
+        for request, first in first_of_equal(new).items()
+        if first.num_uncached > 1 and (request.kv.num_cached or first.kv.num_cached < MIN_SHARED)
     }

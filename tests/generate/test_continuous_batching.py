@@ -23,6 +23,7 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.generate.continuous_batching import SpeculatingManager
+from tests.support.stock_matrix import random_texts
 from tests.support.toys.tiny_models import VOCAB, ragged_texts, tiny_copy
 
 PROMPTS = ragged_texts(5)
@@ -317,3 +318,75 @@ def test_every_public_method_of_transformers_is_replaced():
     # join waits for a thread that stop() has started; the other one is for a constructor.
     inherited = {"join", "switch_to_cb_friendly_attn"}
     assert theirs - inherited <= set(vars(SpeculatingManager))
+
+
+def steps_of(monkeypatch):
+    """Return a list to which every step of a manager is appended."""
+    steps = []
+    on_step = SpeculatingManager.on_step
+    monkeypatch.setattr(
+        SpeculatingManager, "on_step", lambda self, step: steps.append(step) or on_step(self, step)
+    )
+    return steps
+
+
+def test_equal_prompts_of_a_batch_are_prefilled_once(model, stock, monkeypatch):
+    first, second = random_texts(40, 50)
+    steps = steps_of(monkeypatch)
+    outputs = model.generate_batch([first] * 3 + [second] * 3, GREEDY)
+    assert tokens(outputs) == [alone(stock, p, GREEDY)[0] for p in (first, second) for _ in "abc"]
+    # All tokens but the last once, and that of every row
+    assert sum(step.prefill_tokens for step in steps) == 39 + 49 + 6
+    steps.clear()
+    apart = ContinuousBatchingConfig(allow_block_sharing=False)
+    assert tokens(model.generate_batch([first] * 3, GREEDY, apart)) == tokens(outputs)[:3]
+    assert sum(step.prefill_tokens for step in steps) == 3 * 40
+
+
+def test_rows_that_end_last_count_more_once_none_waits(model, monkeypatch):
+    states = []
+    on_step = SpeculatingManager.on_step
+
+    def observed(self, step):
+        requests = [one.handle.request for one in self._requests.values()]
+        states.append({(r.params.ends_with_others, r.params.are_all_running()) for r in requests})
+        on_step(self, step)
+
+    monkeypatch.setattr(SpeculatingManager, "on_step", observed)
+    model.generate_batch(PROMPTS, GREEDY, ContinuousBatchingConfig(max_requests_per_batch=2))
+    assert {(True, False)} in states and {(True, True)} in states[-3:]
+    states.clear()
+    with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+        name = manager.add_request(PROMPTS[0])
+        manager.get_result(name)
+    assert {ends for state in states for ends, _ in state} == {False}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("lora", [False, True], ids=["", "lora"])
+def test_batches_use_the_weights_of_the_last_optimizer_step(stock, lora):
+    model = copy.deepcopy(stock).train().requires_grad_(True)
+    if lora:
+        peft = pytest.importorskip("peft")
+        targets = peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        model = peft.get_peft_model(model, targets)
+    hf_slospec.enable(model, config=CONFIG)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=3.0)
+    settings = ContinuousBatchingConfig(return_logprobs=True)
+    earlier = []
+    for _ in range(3):
+        outputs = model.generate_batch(PROMPTS, GREEDY, settings)
+        for prompt, output in zip(PROMPTS, outputs.values(), strict=True):
+            expected, logprobs = alone(model, prompt, GREEDY)
+            assert output.generated_tokens == expected
+            assert output.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert output.logprobs not in earlier
+        earlier.append(output.logprobs)
+        ids = torch.tensor([PROMPTS[0]])
+        model.train()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(earlier) == 2:  # a write that torch does not count
+            trained[-1].data.mul_(1.5)

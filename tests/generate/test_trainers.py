@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 
 import pytest
@@ -54,6 +55,38 @@ def test_autocast_within_the_forward(is_enabled_first):
         assert {one.autocast for one in copies} <= {torch.bfloat16}
         for parameter in model.parameters():
             parameter.data.mul_(1.01)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("dtype", "paths"), [(torch.bfloat16, ["compiled", "eager"]), (torch.float32, ["eager"])]
+)
+def test_autocast_that_converts_no_weight_does_not_prevent_compiling(dtype, paths):
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny_copy("llama").to(dtype))
+    hf_slospec.enable(model, always=True)
+    packed = model.generate.decoder.speculator.target.packed
+    assert [path.name for path in packed.paths] == paths
+    report = hf_slospec.divergence_report(
+        model, ragged_prompts(2), max_new_tokens=12, do_sample=False
+    )
+    assert report.all_near_ties and report.dtype is torch.bfloat16, str(report)
+
+
+def test_a_model_whose_buffers_are_cast_is_prepared_anew():
+    model = tiny_copy("llama")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    hf_slospec.enable(model, always=True)
+    checked = model.generate.decoder.speculator.target
+    for is_cast in (False, True):
+        packed = checked.packed
+        report = hf_slospec.divergence_report(
+            model, ragged_prompts(2), max_new_tokens=12, do_sample=False
+        )
+        assert report.all_near_ties and checked.packed is packed, str(report)
+        model.to(torch.bfloat16)  # TRL does so before each generate_batch
+        checked.renew(checked.lock)
+        assert (checked.packed is packed) == is_cast
 
 
 @pytest.mark.usefixtures("_process_group")
