@@ -159,6 +159,12 @@ class StepCosts:
         costs._step_curves = {}
         return costs
 
+    def keep_sizes(self) -> None:
+        """Keep what is measured of forwards of one size while others are computed; see
+        :class:`SizeCorrection`. This applies to all copies for engines on the same models.
+        """
+        self._verify_correction.keeps_sizes = True
+
     def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> Seconds:
         """Return the seconds of a step, drafting excluded.
 
@@ -359,7 +365,7 @@ class StepCosts:
             sizes = self.verify.curve.num_tokens
             factors = self._verify_correction(np.array(sizes)).tolist()
             self.verify = cost = old.scaled(factors, math.exp(log_factor))
-            self._verify_correction = SizeCorrection()
+            self._verify_correction = SizeCorrection(self._verify_correction.keeps_sizes)
         else:
             old = self.draft_level
             factor = max(self._draft_correction.factor, MIN_FACTOR)

@@ -22,7 +22,7 @@ from hf_slospec.policies.registry import NamedPolicy, affordable_tokens, max_use
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.policies.urgency import SLOProgress, row_weights, urgency
 from hf_slospec.request.request import Request
-from hf_slospec.tree.select import best_ratio_nodes
+from hf_slospec.tree.select import worthwhile_nodes
 from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -141,15 +141,15 @@ class _Outcome:
 
 
 class AutoPolicy(NamedPolicy):
-    """Policy that maximises weighted expected tokens per second; requests behind their SLOs and
-    rows that end last in their call weigh more.
+    """Policy that maximises weighted expected tokens per second in the long run; requests behind
+    their SLOs and rows that end last in their call weigh more.
 
-    Nodes are added in descending order of weighted path probability while the ratio of expected
-    tokens to predicted seconds rises, which also decides how many are verified. Depth and width are
-    chosen by running averages, see :class:`DepthControl`; in a single step drafting stops earlier
-    if one more level is not worth its time. If no shape is faster than plain decoding, speculation
-    is off except for occasional looks, steps that draft only to renew the averages. Path
-    probabilities are calibrated by observed acceptance, step times corrected by measured ones.
+    A node, a draft level or a request's part of it is taken while it yields more tokens per second
+    than the time yields in the long run, see :attr:`DepthControl.goodput`; that rate belongs to the
+    depth and width chosen by running averages, see :class:`DepthControl`. If no shape is faster
+    than plain decoding, speculation is off except for occasional looks, steps that draft only to
+    renew the averages; while it is on, a few steps are plain, so that the time of both is known.
+    Path probabilities are calibrated by observed acceptance, step times corrected by measured ones.
     """
 
     name = "auto"
@@ -159,6 +159,7 @@ class AutoPolicy(NamedPolicy):
         self, config: PolicySettings, costs: StepCosts, history: SpeculationHistory | None = None
     ):
         super().__init__(config, costs)
+        costs.keep_sizes()
         self.history = history or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
@@ -206,7 +207,8 @@ class AutoPolicy(NamedPolicy):
         )
 
         def step_s(num_nodes: Count) -> Seconds:
-            return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
+            num_tokens = num_nodes + num_prefill_tokens
+            return draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
 
         def priced_s(num_nodes: IntArray) -> Seconds:
             return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
@@ -215,8 +217,8 @@ class AutoPolicy(NamedPolicy):
         num_left = np.array([request.num_left for request in requests])
         is_useful = forest.depths < num_left[forest.tree_of]
         values = self._weights[forest.tree_of] * prediction.path_probs * is_useful
-        mixed_s = (lambda n: priced_s(n + num_prefill_tokens)) if num_prefill_tokens else None
-        is_verified = best_ratio_nodes(forest, values, self.budget, priced_s, mixed_s)
+        rate = self.history.depths.goodput * float(self._weights.sum())
+        is_verified = worthwhile_nodes(forest, values, self.budget, priced_s, rate)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         ends = self._ends
         if len(drafting) < num_requests:
@@ -224,7 +226,10 @@ class AutoPolicy(NamedPolicy):
             ends = ends / ends[[request in drafted_for for request in requests]].mean()
         self._outcome = _Outcome(list(map(ref, requests)), prediction, is_verified, drafted, ends)
         expected = prediction.expected_tokens(is_verified)
-        predicted_s = step_s(int(np.count_nonzero(is_verified)) + num_prefill_tokens)
+        num_nodes = int(np.count_nonzero(is_verified))
+        if num_nodes == num_requests and not num_prefill_tokens:
+            self.history.depths.plain_looks.taken()
+        predicted_s = step_s(num_nodes)
         return Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
 
     def observe(
@@ -265,7 +270,7 @@ class AutoPolicy(NamedPolicy):
             depth, width, best, plain = depths.best_shape(max_depth, max_width, time)
             return (depth, width) if best > plain else (0, 1)
 
-        if depth == 0 and (num_urgent := int((urgencies > 1.0).sum())):
+        if depth == 0 and not depths.is_on and (num_urgent := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all requests may still pay if urgent requests get
             # all nodes.
             drafting = requests
