@@ -29,6 +29,9 @@ class Drawing(IntEnum):
     COUPLED = 2  # the target samples, with noise that also ranks the draft's proposals
 
 
+# Number of nodes up to which a loop over nodes takes less time than one over levels in numpy
+FEW_NODES = 64
+
 # Temperature tau of coupled drafting, which takes softmax((log p + Gumbel noise) / tau) as draft
 # probabilities; fitted to measured acceptance.
 SHARPNESS = 0.9
@@ -220,6 +223,16 @@ def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
         [num_nodes] f64.
     """
     path_probs = np.where(forest.depths == 0, 1.0, conditionals)
+    if len(path_probs) <= FEW_NODES:
+        few = path_probs.tolist()
+        for node, (parent, depth) in enumerate(
+            zip(forest.parents.tolist(), forest.depths.tolist(), strict=True)
+        ):
+            if depth:
+                few[node] *= few[parent]
+        path_probs = np.array(few)
+        path_probs[~(forest.path_probs > 0.0)] = 0.0
+        return path_probs
     for depth in range(1, int(forest.depths.max()) + 1):
         layer = np.flatnonzero(forest.depths == depth)
         path_probs[layer] *= path_probs[forest.parents[layer]]

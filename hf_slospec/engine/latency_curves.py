@@ -130,7 +130,7 @@ class SizeCorrection:
     # speed from one forward to the next
     NOISE = 0.2
     COMMON = 0.5
-    SIZE = 0.2
+    SIZE = 0.3
     DRIFT = 0.01
 
     def __init__(self, keeps_sizes: bool = False) -> None:

@@ -5,7 +5,7 @@ tokens per second; ``depth.py`` chooses depth and width, ``urgency.py`` the weig
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from weakref import WeakSet, ref
@@ -127,7 +127,7 @@ class SpeculationHistory:
         self.max_tokens += weight * (max_tokens - self.max_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Outcome:
     """Outcome of a step that drafted."""
 
@@ -164,6 +164,10 @@ class AutoPolicy(NamedPolicy):
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
         self._outcome: _Outcome | None = None  # the current step's, if it drafted; set by `select`
+        # Predictions that stand as long as the choice of a shape, each with what it is for:
+        # limits of drafting, and seconds of steps without drafting by their number of nodes
+        self._limits = (), (0.0, 0.0, 0.0)
+        self._verify_s = (), np.zeros(0)
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
@@ -206,12 +210,10 @@ class AutoPolicy(NamedPolicy):
             level_share(candidates, len(drafting)),
         )
 
-        def step_s(num_nodes: Count) -> Seconds:
-            num_tokens = num_nodes + num_prefill_tokens
-            return draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
+        verify_s = self._verify_times(num_requests, num_keys)
 
         def priced_s(num_nodes: IntArray) -> Seconds:
-            return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
+            return (s := draft_s + verify_s(num_nodes)) + self.costs.first_tokens.price_s(s)
 
         # Nodes deeper than what a request may still emit are never committed.
         num_left = np.array([request.num_left for request in requests])
@@ -229,8 +231,24 @@ class AutoPolicy(NamedPolicy):
         num_nodes = int(np.count_nonzero(is_verified))
         if num_nodes == num_requests and not num_prefill_tokens:
             self.history.depths.plain_looks.taken()
-        predicted_s = step_s(num_nodes)
+        predicted_s = float(draft_s + verify_s(num_nodes))
         return Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
+
+    def _verify_times(self, num_requests: int, num_keys: int) -> Callable[[Count], Seconds]:
+        """Return a function that predicts the seconds of a step, drafting excluded, by its number
+        of nodes.
+        """
+        num_prefill_tokens = self._num_prefill_tokens
+        if num_prefill_tokens:
+            return lambda num_nodes: self.costs.verify_s(
+                num_nodes + num_prefill_tokens, num_requests, num_keys
+            )
+        known_for = self.history.depths.num_choices, num_requests
+        if self._verify_s[0] != known_for:
+            max_nodes = num_requests * (1 + self.max_nodes(self.config))
+            sizes = np.arange(max(min(max_nodes, self.budget), num_requests) + 1)
+            self._verify_s = known_for, self.costs.verify_s(sizes, num_requests, num_keys)
+        return self._verify_s[1].__getitem__
 
     def observe(
         self,
@@ -240,7 +258,8 @@ class AutoPolicy(NamedPolicy):
         plan: Plan,
     ) -> None:
         if self._outcome is not None:
-            self.history.observe(replace(self._outcome, accepted=accepted))
+            self._outcome.accepted = accepted
+            self.history.observe(self._outcome)
 
     def _shape(
         self,
@@ -294,28 +313,33 @@ class AutoPolicy(NamedPolicy):
         """Return the plan with the limits on probabilities and gains below which drafting stops;
         the mean of ``weights`` is 1.
         """
-        num_requests = len(requests)
-        depths = self.history.depths
         drafting = plan.drafting
         assert drafting is not None
-        # A node or a level is worth its time if it may gain more tokens than that time yields on
-        # average.
-        goodput = depths.goodput * num_requests
-        roots_s, more_s = (
-            self.costs.verify_s(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
-        )
-        num_drafted_keys = num_keys * len(drafting) // num_requests
-        level_s, request_s = self.costs.level_parts_s(len(drafting), plan.width, num_drafted_keys)
-        # Drafters compare these limits with uncalibrated path probabilities of the last level
-        # drafted, not of its children.
-        to_draft_probs = 1.0 / (self.history.understated * depths.continuation(plan.width))
-        return replace(
-            plan,
-            min_path_prob=(more_s - roots_s) / SPAN * goodput * to_draft_probs,
-            min_gain=level_s * goodput * to_draft_probs,
-            min_request_gain=request_s * goodput * to_draft_probs,
-            weights=dict(zip(requests, weights.tolist(), strict=True)),
-        )
+        limits = self._limits_of(plan.width, len(requests), len(drafting), num_keys)
+        factors = dict(zip(requests, weights.tolist(), strict=True)) if len(requests) > 1 else None
+        return Plan(plan.depth, plan.width, *limits[:2], drafting=drafting, min_request_gain=limits[2], weights=factors)
+
+    def _limits_of(
+        self, width: int, num_requests: int, num_drafting: int, num_keys: int
+    ) -> tuple[float, float, float]:
+        """Return ``min_path_prob``, ``min_gain`` and ``min_request_gain`` of a plan."""
+        depths = self.history.depths
+        known_for = depths.num_choices, width, num_requests, num_drafting
+        if self._limits[0] != known_for:
+            # A node or a level is worth its time if it may gain more tokens than that time yields
+            # in the long run.
+            goodput = depths.goodput * num_requests
+            roots_s, more_s = (
+                self.costs.verify_s(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
+            )
+            num_drafted_keys = num_keys * num_drafting // num_requests
+            parts_s = self.costs.level_parts_s(num_drafting, width, num_drafted_keys)
+            # Drafters compare these limits with uncalibrated path probabilities of the last level
+            # drafted, not of its children.
+            per_s = goodput / (self.history.understated * depths.continuation(width))
+            level, request = (each_s * per_s for each_s in parts_s)
+            self._limits = known_for, ((more_s - roots_s) / SPAN * per_s, level, request)
+        return self._limits[1]
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """Return the weight of each request by how far it is behind its SLO, and log a warning for

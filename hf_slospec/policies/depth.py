@@ -4,6 +4,7 @@ tokens per second, or plain decoding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,23 +59,23 @@ class _Choice(NamedTuple):
 class Looks:
     """Decides when looks of one kind are due, so that they take a bounded share of the time.
 
-    A look is due once the time saved for looks covers what it is predicted to cost, and at growing
-    gaps, since the predicted cost may be wrong as well.
+    A look is due once the time saved for looks covers what it is predicted to cost, and at gaps
+    that are given, since the predicted cost may be wrong as well.
     """
 
-    MIN_GAP = 8  # minimum steps between looks; also the first of the growing gaps
+    MIN_GAP = 8  # minimum steps between looks; also the first of doubling gaps
 
-    def __init__(self, share: float, growth: float, first_gap: float = MIN_GAP):
+    def __init__(self, share: float, gap: float = math.inf, growth: float = math.inf):
         """Start without a look.
 
         Args:
             share: share of the engine's time that looks may add.
-            growth: ratio of successive gaps after which a look is due at any cost.
-            first_gap: number of steps until the first look at any cost.
+            gap: number of steps after which the first look is due at any cost.
+            growth: ratio of each such gap to the one before it.
         """
         self._share = share
+        self._gap = gap
         self._growth = growth
-        self._next_gap = first_gap
         self._num_steps = 0  # since the last look
         self._saved_s = 0.0  # seconds that a look may cost now
 
@@ -84,7 +85,7 @@ class Looks:
         """
         self._num_steps += 1
         self._saved_s += self._share * step_s
-        is_early = self._num_steps >= self._next_gap
+        is_early = self._num_steps >= self._gap
         if not is_early and (self._num_steps < self.MIN_GAP or self._saved_s < look_s()):
             return False
         self.taken()
@@ -94,7 +95,7 @@ class Looks:
         """Begin the next gap, as a look was taken or a step was as good as one."""
         self._num_steps = 0
         self._saved_s = 0.0
-        self._next_gap = max(self._growth * self._next_gap, self.MIN_GAP)
+        self._gap *= self._growth
 
 
 class DepthControl:
@@ -119,7 +120,6 @@ class DepthControl:
     # share of the engine's time that looks may add: those that draft, and plain ones
     LOOK_SHARE = 0.01
     PLAIN_SHARE = 0.005
-    PLAIN_GROWTH = 4.0  # of the gaps between plain looks
     # Steps or trees drafted at maximum depth and width before the averages decide, whichever comes
     # first
     WARMUP_STEPS = 3
@@ -150,11 +150,12 @@ class DepthControl:
         self.goodput = 0.0
         # looks at whole shapes and at plain steps while speculation is on, and at drafts while it
         # is off; before the first plain look, nothing may be known of plain steps
-        self._shape_looks = Looks(self.LOOK_SHARE, 1.0, first_gap=np.inf)
-        self.plain_looks = Looks(self.PLAIN_SHARE, self.PLAIN_GROWTH, first_gap=1)
-        self._probes = Looks(self.LOOK_SHARE, 2.0)
+        self._shape_looks = Looks(self.LOOK_SHARE)
+        self.plain_looks = Looks(self.PLAIN_SHARE, gap=1)
+        self._probes = Looks(self.LOOK_SHARE, Looks.MIN_GAP, 2.0)
         # The shape returned last is a look, whose outcome should be learned from at once
         self.is_look = True
+        self.num_choices = 0  # made so far; what depends on slow averages is renewed with each
         self._shape = 1, 1  # best depth and width by the choice in use
         # the choice in use, and the number of steps since it was made
         self._choice = _Choice(0, 0, 0, 0, 0, 1, False, 0.0, 0.0, 0.0)
@@ -235,6 +236,7 @@ class DepthControl:
         if not stands:
             choice = self._choice = self._chosen(max_depth, max_width, num_requests, seconds)
             self._age = 0
+            self.num_choices += 1
         probe_depth = min(self.PROBE_DEPTH, max_depth)
         if not choice.is_known:
             self.is_look = True
@@ -266,9 +268,9 @@ class DepthControl:
             was_on = self.is_on
             self.is_on = best > plain * (1.0 if was_on else self.MARGIN)
             if was_on and not self.is_on:
-                self._probes = Looks(self.LOOK_SHARE, 2.0)
+                self._probes = Looks(self.LOOK_SHARE, Looks.MIN_GAP, 2.0)
             elif self.is_on and not was_on:
-                self.plain_looks = Looks(self.PLAIN_SHARE, self.PLAIN_GROWTH)
+                self.plain_looks = Looks(self.PLAIN_SHARE)
         self.goodput = max(best, plain) if not is_known else best if self.is_on else plain
         made_for = min(self.num_trees, self.FEW_TREES), max_depth, max_width, num_requests
         if not self.is_on:

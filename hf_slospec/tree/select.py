@@ -74,6 +74,9 @@ def worthwhile_nodes(
             part may be left out.
         rate: value per second in the long run.
     """
-    return best_nodes(
-        forest, values, budget, lambda total, num_nodes: total - rate * step_time_s(num_nodes)
-    )
+
+    def worth(total: FloatArray, num_nodes: IntArray) -> FloatArray:
+        step_s = step_time_s(num_nodes)
+        return total - min(rate, float((total / step_s).max())) * step_s
+
+    return best_nodes(forest, values, budget, worth)

@@ -231,6 +231,8 @@ class Forest:
         if is_taken.all():
             return list(self.trees)
         taken = np.flatnonzero(is_taken)
+        if len(self.trees) == 1:
+            return [self.trees[0].subtree(taken)]
         sizes = self._sizes(taken)
         new_index = np.cumsum(is_taken) - 1  # index among the selected nodes of all trees
         firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)
