@@ -202,13 +202,22 @@ class Conditionals:
         """
         above = forest.path_probs[forest.parents]
         probs = np.divide(forest.path_probs, above, out=np.zeros(len(above)), where=above > 0.0)
+        probs = np.minimum(probs, 1.0)
+        if len(above) <= FEW_NODES:
+            few_ranks = [0] * len(above)
+            num_children = [0] * len(above)
+            for node, parent in enumerate(forest.parents.tolist()):
+                if node != parent:
+                    few_ranks[node] = num_children[parent]
+                    num_children[parent] += 1
+            return cls(probs, np.array(few_ranks))
         # Stable, so siblings keep their order. The 0.5 sorts a root, which is its own parent,
         # before its children.
         order = np.argsort(forest.parents + (forest.depths > 0) * 0.5, kind="stable")
         parents = forest.parents[order]
         is_first = np.ones(len(order), dtype=np.bool_)
         is_first[1:] = (parents[1:] != parents[:-1]) | (forest.depths[order[:-1]] == 0)
-        return cls(np.minimum(probs, 1.0), ranks_in_groups(order, is_first))
+        return cls(probs, ranks_in_groups(order, is_first))
 
 
 def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:

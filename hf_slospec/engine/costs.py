@@ -22,7 +22,7 @@ from hf_slospec.engine.latency_curves import (
     SizeCorrection,
 )
 from hf_slospec.request.request import Request
-from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.tree.tree import FloatArray, IntArray
 
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # takes the old and the new cost
 
@@ -388,15 +388,15 @@ def _draft_sizes(step: StepEvent) -> tuple[int, int, int, int, int, float]:
     )
 
 
-def level_share(candidates: Sequence[TokenTree], num_drafted_for: int) -> float:
+def level_share(max_depths: Sequence[int], num_drafted_for: int) -> float:
     """Return the share of the requests that draft levels after the first drafted for, averaged over
     levels; 1 if no tree has a second level.
 
     Args:
-        candidates: candidate trees of a step.
+        max_depths: depths of a step's candidate trees.
         num_drafted_for: number of requests that were passed to the drafter.
     """
-    levels = [tree.max_depth - 1 for tree in candidates if tree.max_depth > 1]
+    levels = [depth - 1 for depth in max_depths if depth > 1]
     return sum(levels) / (num_drafted_for * max(levels)) if levels else 1.0
 
 

@@ -201,24 +201,26 @@ class AutoPolicy(NamedPolicy):
         forest = Forest.of(candidates)
         prediction = self.history.predict(requests, forest)
         num_behind = dict(zip(requests, self._num_behind, strict=True))
+        max_depths = np.maximum.reduceat(forest.depths, forest.starts).tolist()
+        max_depth = max(max_depths)
         draft_s = self.costs.draft_s(
             len(drafting),
-            int(forest.depths.max()),
+            max_depth,
             plan.width,
             num_keys,
             sum(num_behind[request] for request in drafting),
-            level_share(candidates, len(drafting)),
+            level_share(max_depths, len(drafting)),
         )
-
         verify_s = self._verify_times(num_requests, num_keys)
 
         def priced_s(num_nodes: IntArray) -> Seconds:
             return (s := draft_s + verify_s(num_nodes)) + self.costs.first_tokens.price_s(s)
 
         # Nodes deeper than what a request may still emit are never committed.
-        num_left = np.array([request.num_left for request in requests])
-        is_useful = forest.depths < num_left[forest.tree_of]
-        values = self._weights[forest.tree_of] * prediction.path_probs * is_useful
+        num_left = [request.num_left for request in requests]
+        values = self._weights[forest.tree_of] * prediction.path_probs
+        if max_depth >= min(num_left):
+            values *= forest.depths < np.array(num_left)[forest.tree_of]
         rate = self.history.depths.goodput * float(self._weights.sum())
         is_verified = worthwhile_nodes(forest, values, self.budget, priced_s, rate)
         drafted = Drafted(plan.depth, plan.width, len(drafting))

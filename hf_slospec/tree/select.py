@@ -40,9 +40,9 @@ def best_nodes(
     if num_roots == len(is_taken):  # no drafts, as in about half of the steps of prompt lookup
         return is_taken
     ranked = forest.canonical(values)[: max(budget - num_roots, 0)]
-    total = np.cumsum(np.concatenate(([values[is_taken].sum()], values[ranked])))
+    total = np.concatenate(([values[is_taken].sum()], values[ranked])).cumsum()
     num_nodes = num_roots + np.arange(len(total))
-    is_taken[ranked[: int(np.argmax(worth(total, num_nodes)))]] = True
+    is_taken[ranked[: int(worth(total, num_nodes).argmax())]] = True
     return is_taken
 
 

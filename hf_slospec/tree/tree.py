@@ -194,7 +194,7 @@ class Forest:
         Returns:
             [num_reachable] int64, indices of nodes in the forest.
         """
-        reachable = np.flatnonzero((scores > 0.0) & (self.depths > 0))
+        reachable = ((scores > 0.0) & (self.depths > 0)).nonzero()[0]
         # lexsort is stable, so nodes that tie stay in order of tree and node.
         order = np.lexsort((self.depths[reachable], -scores[reachable]))
         return reachable[order]
