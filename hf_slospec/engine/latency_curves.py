@@ -129,7 +129,7 @@ class SizeCorrection:
     # first one, of the change from one power of two to the next, and of the change of the machine's
     # speed from one forward to the next
     NOISE = 0.2
-    COMMON = 0.5
+    COMMON = 2.0
     SIZE = 0.3
     DRIFT = 0.01
 

@@ -22,7 +22,7 @@ from hf_slospec.policies.registry import NamedPolicy, affordable_tokens, max_use
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.policies.urgency import SLOProgress, row_weights, urgency
 from hf_slospec.request.request import Request
-from hf_slospec.tree.select import worthwhile_nodes
+from hf_slospec.tree.select import StepTime, worthwhile_nodes
 from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -211,10 +211,14 @@ class AutoPolicy(NamedPolicy):
             sum(num_behind[request] for request in drafting),
             level_share(max_depths, len(drafting)),
         )
-        verify_s = self._verify_times(num_requests, num_keys)
+        alone_s = self._verify_times(num_requests, num_keys)
 
-        def priced_s(num_nodes: IntArray) -> Seconds:
-            return (s := draft_s + verify_s(num_nodes)) + self.costs.first_tokens.price_s(s)
+        def mixed_s(num_nodes: Count) -> Seconds:
+            num_tokens = num_nodes + num_prefill_tokens
+            return self.costs.verify_s(num_tokens, num_requests, num_keys)
+
+        def priced(verify_s: Callable[[Count], Seconds]) -> StepTime:
+            return lambda n: (s := draft_s + verify_s(n)) + self.costs.first_tokens.price_s(s)
 
         # Nodes deeper than what a request may still emit are never committed.
         num_left = [request.num_left for request in requests]
@@ -222,7 +226,8 @@ class AutoPolicy(NamedPolicy):
         if max_depth >= min(num_left):
             values *= forest.depths < np.array(num_left)[forest.tree_of]
         rate = self.history.depths.goodput * float(self._weights.sum())
-        is_verified = worthwhile_nodes(forest, values, self.budget, priced_s, rate)
+        mixed = priced(mixed_s) if num_prefill_tokens else None
+        is_verified = worthwhile_nodes(forest, values, self.budget, rate, priced(alone_s), mixed)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         ends = self._ends
         if len(drafting) < num_requests:
@@ -233,18 +238,14 @@ class AutoPolicy(NamedPolicy):
         num_nodes = int(np.count_nonzero(is_verified))
         if num_nodes == num_requests and not num_prefill_tokens:
             self.history.depths.plain_looks.taken()
-        predicted_s = float(draft_s + verify_s(num_nodes))
+        verify_s = mixed_s(num_nodes) if num_prefill_tokens else alone_s(num_nodes)
+        predicted_s = float(draft_s + verify_s)
         return Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
 
     def _verify_times(self, num_requests: int, num_keys: int) -> Callable[[Count], Seconds]:
-        """Return a function that predicts the seconds of a step, drafting excluded, by its number
-        of nodes.
+        """Return a function that predicts the seconds of a step, drafting and prefill excluded, by
+        its number of nodes.
         """
-        num_prefill_tokens = self._num_prefill_tokens
-        if num_prefill_tokens:
-            return lambda num_nodes: self.costs.verify_s(
-                num_nodes + num_prefill_tokens, num_requests, num_keys
-            )
         known_for = self.history.depths.num_choices, num_requests
         if self._verify_s[0] != known_for:
             max_nodes = num_requests * (1 + self.max_nodes(self.config))

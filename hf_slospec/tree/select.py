@@ -60,23 +60,33 @@ def best_ratio_nodes(
 
 
 def worthwhile_nodes(
-    forest: Forest, values: FloatArray, budget: int, step_time_s: StepTime, rate: float
+    forest: Forest,
+    values: FloatArray,
+    budget: int,
+    rate: float,
+    step_time_s: StepTime,
+    mixed_time_s: StepTime | None = None,
 ) -> BoolArray:
-    """Select the nodes that yield at least as much per second as the time yields on average; see
-    :func:`best_nodes`.
+    """Select the nodes that yield at least as much per second as the time yields in the long run;
+    see :func:`best_nodes`.
 
-    With the long-run value per second as ``rate``, this maximises that value: whatever a step's
-    candidates are, a second is worth ``rate`` to the steps after it (Dinkelbach; renewal-reward
-    theorem). Time that the step takes whatever is selected, as for prefill, changes nothing.
+    This maximises the long-run value per second if ``rate`` is that value: whatever a step's
+    candidates are, one more second is worth ``rate`` in the steps after it (renewal-reward theorem,
+    Dinkelbach). Where no prefix of this step reaches ``rate``, the best ratio of this step takes
+    its place. A rate that is overestimated would otherwise leave nothing to verify, and nothing to
+    learn from.
 
     Args:
-        step_time_s: predicted seconds of the step by its number of verified nodes; a constant
-            part may be left out.
         rate: value per second in the long run.
+        step_time_s: predicted seconds of the step, drafting included and prefill excluded, by its
+            number of verified nodes.
+        mixed_time_s: the same with the step's prefill tokens, of which only the growth with the
+            nodes counts; None: the step has no prefill.
     """
 
     def worth(total: FloatArray, num_nodes: IntArray) -> FloatArray:
         step_s = step_time_s(num_nodes)
-        return total - min(rate, float((total / step_s).max())) * step_s
+        least = min(rate, float((total / step_s).max()))
+        return total - least * (step_s if mixed_time_s is None else mixed_time_s(num_nodes))
 
     return best_nodes(forest, values, budget, worth)
