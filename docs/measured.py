@@ -161,11 +161,12 @@ def constants_replayed() -> str:
     lines = []
     for old, new in zip(*found.values(), strict=True):
         if new["task"] == "overall" or (new["batch"] == 1 and new["machine"].startswith("0.3 B")):
-            ours = new["policies"]["auto"]
+            versions = old["policies"]["auto"], new["policies"]["auto"]
+            gain = versions[1]["tokens_per_s"] / new["policies"]["none"]["tokens_per_s"]
             lines.append([
-                new["machine"], new["batch"], new["task"], ratio(ours["tokens_per_s"] / new["policies"]["none"]["tokens_per_s"]),
-                new["best"], *(f"{each['auto_to_best']:.3f}" for each in (old, new)),
-                *(two_digits(each["policies"]["auto"]["expected_over_committed"]) for each in (old, new)),
+                new["machine"], new["batch"], new["task"], ratio(gain), new["best"],
+                *(f"{each['auto_to_best']:.3f}" for each in (old, new)),
+                *(two_digits(each["expected_over_committed"]) for each in versions),
             ])  # fmt: skip
     return markdown(
         "machine | batch | task | `auto` of no drafts | best constant | `auto` to it: before | now "

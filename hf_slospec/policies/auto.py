@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 from weakref import WeakSet, ref
 
 import numpy as np
@@ -166,8 +167,8 @@ class AutoPolicy(NamedPolicy):
         self._outcome: _Outcome | None = None  # the current step's, if it drafted; set by `select`
         # Predictions that stand as long as the choice of a shape, each with what it is for:
         # limits of drafting, and seconds of steps without drafting by their number of nodes
-        self._limits = (), (0.0, 0.0, 0.0)
-        self._verify_s = (), np.zeros(0)
+        self._limits: tuple[tuple[int, ...], tuple[float, float, float]] = (), (0.0, 0.0, 0.0)
+        self._verify_s: tuple[tuple[int, ...], FloatArray] = (), np.zeros(0)
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
@@ -211,13 +212,16 @@ class AutoPolicy(NamedPolicy):
             sum(num_behind[request] for request in drafting),
             level_share(max_depths, len(drafting)),
         )
-        alone_s = self._verify_times(num_requests, num_keys)
+        times_s = self._verify_times(num_requests, num_keys, len(forest.depths))
+
+        def alone_s(num_nodes: Any) -> Seconds:
+            return times_s[num_nodes]
 
         def mixed_s(num_nodes: Count) -> Seconds:
             num_tokens = num_nodes + num_prefill_tokens
             return self.costs.verify_s(num_tokens, num_requests, num_keys)
 
-        def priced(verify_s: Callable[[Count], Seconds]) -> StepTime:
+        def priced(verify_s: Callable[[IntArray], Seconds]) -> StepTime:
             return lambda n: (s := draft_s + verify_s(n)) + self.costs.first_tokens.price_s(s)
 
         # Nodes deeper than what a request may still emit are never committed.
@@ -242,16 +246,15 @@ class AutoPolicy(NamedPolicy):
         predicted_s = float(draft_s + verify_s)
         return Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
 
-    def _verify_times(self, num_requests: int, num_keys: int) -> Callable[[Count], Seconds]:
-        """Return a function that predicts the seconds of a step, drafting and prefill excluded, by
-        its number of nodes.
+    def _verify_times(self, num_requests: int, num_keys: int, max_nodes: int) -> FloatArray:
+        """Return the predicted seconds of steps, drafting and prefill excluded, by their number of
+        nodes.  -> [at least max_nodes + 1] f64
         """
         known_for = self.history.depths.num_choices, num_requests
-        if self._verify_s[0] != known_for:
-            max_nodes = num_requests * (1 + self.max_nodes(self.config))
-            sizes = np.arange(max(min(max_nodes, self.budget), num_requests) + 1)
+        if self._verify_s[0] != known_for or len(self._verify_s[1]) <= max_nodes:
+            sizes = np.arange(2 * max_nodes + 1)  # the trees of the next steps may be larger
             self._verify_s = known_for, self.costs.verify_s(sizes, num_requests, num_keys)
-        return self._verify_s[1].__getitem__
+        return self._verify_s[1]
 
     def observe(
         self,
@@ -320,7 +323,14 @@ class AutoPolicy(NamedPolicy):
         assert drafting is not None
         limits = self._limits_of(plan.width, len(requests), len(drafting), num_keys)
         factors = dict(zip(requests, weights.tolist(), strict=True)) if len(requests) > 1 else None
-        return Plan(plan.depth, plan.width, *limits[:2], drafting=drafting, min_request_gain=limits[2], weights=factors)
+        return Plan(
+            plan.depth,
+            plan.width,
+            *limits[:2],
+            drafting=drafting,
+            min_request_gain=limits[2],
+            weights=factors,
+        )
 
     def _limits_of(
         self, width: int, num_requests: int, num_drafting: int, num_keys: int

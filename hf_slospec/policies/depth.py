@@ -110,7 +110,7 @@ class DepthControl:
 
     A choice stands for ``STANDS`` steps if the number of requests is similar, since choosing takes
     longer than all other decisions of a step with few requests; while few trees were observed, it
-    is renewed when a quarter more were. Then a shape is given up only for one that is better by
+    is renewed when a quarter more were. A shape then yields only to one that is better by
     more than ``KEPT``."""
 
     STANDS = 16  # steps for which a choice stands
