@@ -3,7 +3,9 @@
     python benchmarks/selection.py [--policies NAME ...] [--json benchmarks/results/selection.json]
 
 Every request has a candidate tree of 24 nodes (beam width 3, depth 8), so 64 requests have about
-1,500 candidates. For policies that verify chains it has a chain of 8.
+1,500 candidates. For policies that verify chains it has a chain of 8. CPU time of the thread counts,
+and the quietest run of successive steps, so that other processes add little; such a run contains
+what is done only every few steps.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import json
 import time
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 
 import numpy as np
 
@@ -32,7 +34,9 @@ from hf_slospec.tree.tree import TokenTree
 
 DEPTH = 8
 WIDTH = 3
-REPEATS = 60
+REPEATS = 240
+WARMUP = 48  # steps
+RUN = 32  # successive steps
 COUNTS = (1, 8, 64, 256, 1024)
 CHAINS = ("smartspec", "smartspec-requests", "smartspec-confidence", "turbospec", "slos-serve")
 VERIFY = ForwardCost(LatencyCurve((1, 64, 512, 2048), (0.02, 0.024, 0.06, 0.2)), 1e-5, 1e-8)
@@ -60,7 +64,7 @@ def candidate_tree(rng: np.random.Generator) -> TokenTree:
 
 
 def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, float]:
-    """Return the median milliseconds of each method of a policy."""
+    """Return the milliseconds of each method of a policy, in the mean over the quietest steps."""
     rng = np.random.default_rng(0)
     requests = [
         Request(i, RequestParams([1] * 300, 500, (Stage(0.02 if i % 2 else None),)))
@@ -69,22 +73,26 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
     for request in requests:
         request.emit(1)
         request.record_step(0, 0, 1.0, PhaseTimes(), 0.0)
+        request.kv.num_draft_seen = len(request.tokens)
     trees = [
         TokenTree.chain(1, [2] * DEPTH, 0.7) if is_chain else candidate_tree(rng) for _ in requests
     ]
     spent: dict[str, list[float]] = {"plan": [], "select": [], "observe": []}
-    for repeat in range(REPEATS):
-        laps = [time.perf_counter()]
+    for repeat in range(WARMUP + REPEATS):
+        laps = [time.thread_time()]
         plan = policy.plan(requests, 0.01 * repeat)
-        laps.append(time.perf_counter())
+        laps.append(time.thread_time())
         selection = policy.select(requests, trees, plan)
-        laps.append(time.perf_counter())
+        laps.append(time.thread_time())
         accepted = [[1] if tree.num_nodes > 1 else [] for tree in selection.trees]
+        between_s = time.thread_time() - laps[-1]
         policy.observe(requests, accepted, PhaseTimes(0.01, 0.0, 0.02), plan)
-        laps.append(time.perf_counter())
+        laps.append(time.thread_time() - between_s)
         for name, begun_s, ended_s in zip(spent, laps, laps[1:], strict=False):
             spent[name].append(1e3 * (ended_s - begun_s))
-    return {name: round(median(values), 4) for name, values in spent.items()}
+    totals = [sum(laps) for laps in zip(*spent.values(), strict=True)]
+    first = min(range(WARMUP, WARMUP + REPEATS - RUN), key=lambda i: sum(totals[i : i + RUN]))
+    return {name: round(fmean(values[first : first + RUN]), 4) for name, values in spent.items()}
 
 
 def main() -> None:
@@ -115,7 +123,7 @@ def main() -> None:
         record = {
             "provenance": provenance(),
             "candidates_per_request": DEPTH * WIDTH,
-            "median_ms": results,
+            "ms": results,
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -155,6 +155,27 @@ def constants() -> str:
 
 
 @table
+def constants_replayed() -> str:
+    """Return `auto` of two versions beside the best constant shapes of recorded answers."""
+    found = result("constants.json")["results"]
+    lines = []
+    for old, new in zip(*found.values(), strict=True):
+        if new["task"] == "overall" or (new["batch"] == 1 and new["machine"].startswith("0.3 B")):
+            versions = old["policies"]["auto"], new["policies"]["auto"]
+            gain = versions[1]["tokens_per_s"] / new["policies"]["none"]["tokens_per_s"]
+            lines.append([
+                new["machine"], new["batch"], new["task"], ratio(gain), new["best"],
+                *(f"{each['auto_to_best']:.3f}" for each in (old, new)),
+                *(two_digits(each["expected_over_committed"]) for each in versions),
+            ])  # fmt: skip
+    return markdown(
+        "machine | batch | task | `auto` of no drafts | best constant | `auto` to it: before | now "
+        "| expected / committed: before | now",
+        lines,
+    )
+
+
+@table
 def first_call() -> str:
     rows = result(FIRST_CALL)["medians"]
     return markdown(
@@ -596,13 +617,13 @@ def little_known() -> str:
 
 @table
 def planning() -> str:
-    rows = result("selection-cpu.json")["median_ms"]
+    rows = result("selection-cpu.json")["ms"]
     lines = []
     for number in (1, 8, 64, 256, 1024):
         cells = []
         for policy in ("auto", "adaserve"):
             row = rows[f"{policy}, {number} requests"]
-            cells += [f"{row['plan'] + row['select']:.1f}", f"{row['observe']:.1f}"]
+            cells += [f"{row['plan'] + row['select']:.2f}", f"{row['observe']:.2f}"]
         lines.append([number, *cells])
     return markdown(
         "requests | `auto`: plan and select, ms | learn, ms | `adaserve`: plan and select, ms | learn, ms",

@@ -29,6 +29,9 @@ class Drawing(IntEnum):
     COUPLED = 2  # the target samples, with noise that also ranks the draft's proposals
 
 
+# Number of nodes up to which a loop over nodes takes less time than one over levels in numpy
+FEW_NODES = 64
+
 # Temperature tau of coupled drafting, which takes softmax((log p + Gumbel noise) / tau) as draft
 # probabilities; fitted to measured acceptance.
 SHARPNESS = 0.9
@@ -199,13 +202,22 @@ class Conditionals:
         """
         above = forest.path_probs[forest.parents]
         probs = np.divide(forest.path_probs, above, out=np.zeros(len(above)), where=above > 0.0)
+        probs = np.minimum(probs, 1.0)
+        if len(above) <= FEW_NODES:
+            few_ranks = [0] * len(above)
+            num_children = [0] * len(above)
+            for node, parent in enumerate(forest.parents.tolist()):
+                if node != parent:
+                    few_ranks[node] = num_children[parent]
+                    num_children[parent] += 1
+            return cls(probs, np.array(few_ranks))
         # Stable, so siblings keep their order. The 0.5 sorts a root, which is its own parent,
         # before its children.
         order = np.argsort(forest.parents + (forest.depths > 0) * 0.5, kind="stable")
         parents = forest.parents[order]
         is_first = np.ones(len(order), dtype=np.bool_)
         is_first[1:] = (parents[1:] != parents[:-1]) | (forest.depths[order[:-1]] == 0)
-        return cls(np.minimum(probs, 1.0), ranks_in_groups(order, is_first))
+        return cls(probs, ranks_in_groups(order, is_first))
 
 
 def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
@@ -220,6 +232,16 @@ def path_products(forest: Forest, conditionals: FloatArray) -> FloatArray:
         [num_nodes] f64.
     """
     path_probs = np.where(forest.depths == 0, 1.0, conditionals)
+    if len(path_probs) <= FEW_NODES:
+        few = path_probs.tolist()
+        for node, (parent, depth) in enumerate(
+            zip(forest.parents.tolist(), forest.depths.tolist(), strict=True)
+        ):
+            if depth:
+                few[node] *= few[parent]
+        path_probs = np.array(few)
+        path_probs[~(forest.path_probs > 0.0)] = 0.0
+        return path_probs
     for depth in range(1, int(forest.depths.max()) + 1):
         layer = np.flatnonzero(forest.depths == depth)
         path_probs[layer] *= path_probs[forest.parents[layer]]

@@ -22,7 +22,7 @@ from hf_slospec.engine.latency_curves import (
     SizeCorrection,
 )
 from hf_slospec.request.request import Request
-from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.tree.tree import FloatArray, IntArray
 
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # takes the old and the new cost
 
@@ -158,6 +158,12 @@ class StepCosts:
         costs.first_tokens = FirstTokens()
         costs._step_curves = {}
         return costs
+
+    def keep_sizes(self) -> None:
+        """Keep what is measured of forwards of one size while others are computed; see
+        :class:`SizeCorrection`. This applies to all copies for engines on the same models.
+        """
+        self._verify_correction.keeps_sizes = True
 
     def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> Seconds:
         """Return the seconds of a step, drafting excluded.
@@ -359,7 +365,7 @@ class StepCosts:
             sizes = self.verify.curve.num_tokens
             factors = self._verify_correction(np.array(sizes)).tolist()
             self.verify = cost = old.scaled(factors, math.exp(log_factor))
-            self._verify_correction = SizeCorrection()
+            self._verify_correction = SizeCorrection(self._verify_correction.keeps_sizes)
         else:
             old = self.draft_level
             factor = max(self._draft_correction.factor, MIN_FACTOR)
@@ -382,15 +388,15 @@ def _draft_sizes(step: StepEvent) -> tuple[int, int, int, int, int, float]:
     )
 
 
-def level_share(candidates: Sequence[TokenTree], num_drafted_for: int) -> float:
+def level_share(max_depths: Sequence[int], num_drafted_for: int) -> float:
     """Return the share of the requests that draft levels after the first drafted for, averaged over
     levels; 1 if no tree has a second level.
 
     Args:
-        candidates: candidate trees of a step.
+        max_depths: depths of a step's candidate trees.
         num_drafted_for: number of requests that were passed to the drafter.
     """
-    levels = [tree.max_depth - 1 for tree in candidates if tree.max_depth > 1]
+    levels = [depth - 1 for depth in max_depths if depth > 1]
     return sum(levels) / (num_drafted_for * max(levels)) if levels else 1.0
 
 

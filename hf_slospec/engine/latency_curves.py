@@ -113,6 +113,11 @@ class SizeCorrection:
 
     A size without recent observations gets the average over all sizes. Observations fade, so that a
     change of the machine's speed is learned within some dozens of forwards.
+
+    With :attr:`keeps_sizes`, what was observed of a size is kept however long ago, for policies
+    that compare sizes of which most are rare. The log ratios are then estimated by a Kalman filter:
+    that of each power of two differs from the one below by an unknown amount, and all change
+    together with the machine's speed.
     """
 
     MEMORY = 40.0  # number of observations over which ratios are averaged
@@ -120,8 +125,16 @@ class SizeCorrection:
     # Largest difference of an observed log ratio from the current one; larger ones are clipped, as
     # the machine may have paused.
     LIMIT = math.log(4.0)
+    # Standard deviations of log ratios: of one observation, of the ratio of all sizes before the
+    # first one, of the change from one power of two to the next, and of the change of the machine's
+    # speed from one forward to the next
+    NOISE = 0.2
+    COMMON = 2.0
+    SIZE = 0.3
+    DRIFT = 0.01
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_sizes: bool = False) -> None:
+        self.keeps_sizes = keeps_sizes
         self.path = ""  # Target.path on which the forwards were measured
         self._octaves = np.arange(16.0)  # log2 of the forward sizes that have an entry
         self.reset()
@@ -132,6 +145,9 @@ class SizeCorrection:
         self._logs, self._counts = np.zeros((2, 16))
         self._log_sum = self._count_sum = 0.0  # sums of _logs and of _counts over all sizes
         self._log_factors = np.zeros(16)
+        between = np.minimum.outer(self._octaves, self._octaves)
+        # [16, 16] f64, covariance of the errors of _log_factors; of use with keeps_sizes only
+        self._covariance = self.COMMON**2 + self.SIZE**2 * between
 
     def __call__(self, num_tokens: Count) -> Any:
         """Return the factors for forwards of these sizes, interpolated between the powers of
@@ -170,6 +186,12 @@ class SizeCorrection:
         self._counts[octave] += 1.0
         self._log_sum = fade * self._log_sum + log_ratio
         self._count_sum = fade * self._count_sum + 1.0
+        if self.keeps_sizes:
+            row = self._covariance[octave].copy()
+            gains = row / (row[octave] + self.NOISE**2)
+            self._log_factors += gains * (log_ratio - current)
+            self._covariance += self.DRIFT**2 - np.multiply.outer(gains, row)
+            return
         self._log_factors = (self._logs + self.TRUST * self.overall_log) / (
             self._counts + self.TRUST
         )

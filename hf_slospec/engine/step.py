@@ -98,6 +98,7 @@ class Engine(Generic[S]):
         accepted = self._accept(schedule, selection, choosers)
         self._commit(schedule, accepted, watch)
         requests = self._record(schedule, selection, accepted, num_emitted, watch.phases)
+        max_depths = [tree.max_depth for tree in candidates]
         event = StepEvent(
             begun_s=watch.begun_s,
             num_decoding=len(schedule.decoding),
@@ -110,8 +111,8 @@ class Engine(Generic[S]):
             num_keys=num_keys,
             num_drafted_for=len(drafting),
             num_catch_up=num_catch_up,
-            draft_levels=max((tree.max_depth for tree in candidates), default=0),
-            level_share=level_share(candidates, len(drafting)),
+            draft_levels=max(max_depths, default=0),
+            level_share=level_share(max_depths, len(drafting)),
         )
         # Of a step with one-off costs, such as graph captures, the predicted times are learned, as
         # the measured ones do not predict later steps.

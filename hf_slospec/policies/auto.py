@@ -5,9 +5,10 @@ tokens per second; ``depth.py`` chooses depth and width, ``urgency.py`` the weig
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 from weakref import WeakSet, ref
 
 import numpy as np
@@ -22,7 +23,7 @@ from hf_slospec.policies.registry import NamedPolicy, affordable_tokens, max_use
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.policies.urgency import SLOProgress, row_weights, urgency
 from hf_slospec.request.request import Request
-from hf_slospec.tree.select import best_ratio_nodes
+from hf_slospec.tree.select import StepTime, worthwhile_nodes
 from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class SpeculationHistory:
         self.max_tokens += weight * (max_tokens - self.max_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Outcome:
     """Outcome of a step that drafted."""
 
@@ -141,15 +142,15 @@ class _Outcome:
 
 
 class AutoPolicy(NamedPolicy):
-    """Policy that maximises weighted expected tokens per second; requests behind their SLOs and
-    rows that end last in their call weigh more.
+    """Policy that maximises weighted expected tokens per second in the long run; requests behind
+    their SLOs and rows that end last in their call weigh more.
 
-    Nodes are added in descending order of weighted path probability while the ratio of expected
-    tokens to predicted seconds rises, which also decides how many are verified. Depth and width are
-    chosen by running averages, see :class:`DepthControl`; in a single step drafting stops earlier
-    if one more level is not worth its time. If no shape is faster than plain decoding, speculation
-    is off except for occasional looks, steps that draft only to renew the averages. Path
-    probabilities are calibrated by observed acceptance, step times corrected by measured ones.
+    A node, a draft level or a request's part of it is taken while it yields more tokens per second
+    than the time yields in the long run, see :attr:`DepthControl.goodput`; that rate belongs to the
+    depth and width chosen by running averages, see :class:`DepthControl`. If no shape is faster
+    than plain decoding, speculation is off except for occasional looks, steps that draft only to
+    renew the averages; while it is on, a few steps are plain, so that the time of both is known.
+    Path probabilities are calibrated by observed acceptance, step times corrected by measured ones.
     """
 
     name = "auto"
@@ -159,10 +160,15 @@ class AutoPolicy(NamedPolicy):
         self, config: PolicySettings, costs: StepCosts, history: SpeculationHistory | None = None
     ):
         super().__init__(config, costs)
+        costs.keep_sizes()
         self.history = history or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
         self._outcome: _Outcome | None = None  # the current step's, if it drafted; set by `select`
+        # Predictions that stand as long as the choice of a shape, each with what it is for:
+        # limits of drafting, and seconds of steps without drafting by their number of nodes
+        self._limits: tuple[tuple[int, ...], tuple[float, float, float]] = (), (0.0, 0.0, 0.0)
+        self._verify_s: tuple[tuple[int, ...], FloatArray] = (), np.zeros(0)
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
@@ -196,27 +202,36 @@ class AutoPolicy(NamedPolicy):
         forest = Forest.of(candidates)
         prediction = self.history.predict(requests, forest)
         num_behind = dict(zip(requests, self._num_behind, strict=True))
+        max_depths = np.maximum.reduceat(forest.depths, forest.starts).tolist()
+        max_depth = max(max_depths)
         draft_s = self.costs.draft_s(
             len(drafting),
-            int(forest.depths.max()),
+            max_depth,
             plan.width,
             num_keys,
             sum(num_behind[request] for request in drafting),
-            level_share(candidates, len(drafting)),
+            level_share(max_depths, len(drafting)),
         )
+        times_s = self._verify_times(num_requests, num_keys, len(forest.depths))
 
-        def step_s(num_nodes: Count) -> Seconds:
-            return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
+        def alone_s(num_nodes: Any) -> Seconds:
+            return times_s[num_nodes]
 
-        def priced_s(num_nodes: IntArray) -> Seconds:
-            return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
+        def mixed_s(num_nodes: Count) -> Seconds:
+            num_tokens = num_nodes + num_prefill_tokens
+            return self.costs.verify_s(num_tokens, num_requests, num_keys)
+
+        def priced(verify_s: Callable[[IntArray], Seconds]) -> StepTime:
+            return lambda n: (s := draft_s + verify_s(n)) + self.costs.first_tokens.price_s(s)
 
         # Nodes deeper than what a request may still emit are never committed.
-        num_left = np.array([request.num_left for request in requests])
-        is_useful = forest.depths < num_left[forest.tree_of]
-        values = self._weights[forest.tree_of] * prediction.path_probs * is_useful
-        mixed_s = (lambda n: priced_s(n + num_prefill_tokens)) if num_prefill_tokens else None
-        is_verified = best_ratio_nodes(forest, values, self.budget, priced_s, mixed_s)
+        num_left = [request.num_left for request in requests]
+        values = self._weights[forest.tree_of] * prediction.path_probs
+        if max_depth >= min(num_left):
+            values *= forest.depths < np.array(num_left)[forest.tree_of]
+        rate = self.history.depths.goodput * float(self._weights.sum())
+        mixed = priced(mixed_s) if num_prefill_tokens else None
+        is_verified = worthwhile_nodes(forest, values, self.budget, rate, priced(alone_s), mixed)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         ends = self._ends
         if len(drafting) < num_requests:
@@ -224,8 +239,22 @@ class AutoPolicy(NamedPolicy):
             ends = ends / ends[[request in drafted_for for request in requests]].mean()
         self._outcome = _Outcome(list(map(ref, requests)), prediction, is_verified, drafted, ends)
         expected = prediction.expected_tokens(is_verified)
-        predicted_s = step_s(int(np.count_nonzero(is_verified)) + num_prefill_tokens)
+        num_nodes = int(np.count_nonzero(is_verified))
+        if num_nodes == num_requests and not num_prefill_tokens:
+            self.history.depths.plain_looks.taken()
+        verify_s = mixed_s(num_nodes) if num_prefill_tokens else alone_s(num_nodes)
+        predicted_s = float(draft_s + verify_s)
         return Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
+
+    def _verify_times(self, num_requests: int, num_keys: int, max_nodes: int) -> FloatArray:
+        """Return the predicted seconds of steps, drafting and prefill excluded, by their number of
+        nodes.  -> [at least max_nodes + 1] f64
+        """
+        known_for = self.history.depths.num_choices, num_requests
+        if self._verify_s[0] != known_for or len(self._verify_s[1]) <= max_nodes:
+            sizes = np.arange(2 * max_nodes + 1)  # the trees of the next steps may be larger
+            self._verify_s = known_for, self.costs.verify_s(sizes, num_requests, num_keys)
+        return self._verify_s[1]
 
     def observe(
         self,
@@ -235,7 +264,8 @@ class AutoPolicy(NamedPolicy):
         plan: Plan,
     ) -> None:
         if self._outcome is not None:
-            self.history.observe(replace(self._outcome, accepted=accepted))
+            self._outcome.accepted = accepted
+            self.history.observe(self._outcome)
 
     def _shape(
         self,
@@ -265,7 +295,7 @@ class AutoPolicy(NamedPolicy):
             depth, width, best, plain = depths.best_shape(max_depth, max_width, time)
             return (depth, width) if best > plain else (0, 1)
 
-        if depth == 0 and (num_urgent := int((urgencies > 1.0).sum())):
+        if depth == 0 and not depths.is_on and (num_urgent := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all requests may still pay if urgent requests get
             # all nodes.
             drafting = requests
@@ -289,28 +319,40 @@ class AutoPolicy(NamedPolicy):
         """Return the plan with the limits on probabilities and gains below which drafting stops;
         the mean of ``weights`` is 1.
         """
-        num_requests = len(requests)
-        depths = self.history.depths
         drafting = plan.drafting
         assert drafting is not None
-        # A node or a level is worth its time if it may gain more tokens than that time yields on
-        # average.
-        goodput = depths.goodput * num_requests
-        roots_s, more_s = (
-            self.costs.verify_s(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
+        limits = self._limits_of(plan.width, len(requests), len(drafting), num_keys)
+        factors = dict(zip(requests, weights.tolist(), strict=True)) if len(requests) > 1 else None
+        return Plan(
+            plan.depth,
+            plan.width,
+            *limits[:2],
+            drafting=drafting,
+            min_request_gain=limits[2],
+            weights=factors,
         )
-        num_drafted_keys = num_keys * len(drafting) // num_requests
-        level_s, request_s = self.costs.level_parts_s(len(drafting), plan.width, num_drafted_keys)
-        # Drafters compare these limits with uncalibrated path probabilities of the last level
-        # drafted, not of its children.
-        to_draft_probs = 1.0 / (self.history.understated * depths.continuation(plan.width))
-        return replace(
-            plan,
-            min_path_prob=(more_s - roots_s) / SPAN * goodput * to_draft_probs,
-            min_gain=level_s * goodput * to_draft_probs,
-            min_request_gain=request_s * goodput * to_draft_probs,
-            weights=dict(zip(requests, weights.tolist(), strict=True)),
-        )
+
+    def _limits_of(
+        self, width: int, num_requests: int, num_drafting: int, num_keys: int
+    ) -> tuple[float, float, float]:
+        """Return ``min_path_prob``, ``min_gain`` and ``min_request_gain`` of a plan."""
+        depths = self.history.depths
+        known_for = depths.num_choices, width, num_requests, num_drafting
+        if self._limits[0] != known_for:
+            # A node or a level is worth its time if it may gain more tokens than that time yields
+            # in the long run.
+            goodput = depths.goodput * num_requests
+            roots_s, more_s = (
+                self.costs.verify_s(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
+            )
+            num_drafted_keys = num_keys * num_drafting // num_requests
+            parts_s = self.costs.level_parts_s(num_drafting, width, num_drafted_keys)
+            # Drafters compare these limits with uncalibrated path probabilities of the last level
+            # drafted, not of its children.
+            per_s = goodput / (self.history.understated * depths.continuation(width))
+            level, request = (each_s * per_s for each_s in parts_s)
+            self._limits = known_for, ((more_s - roots_s) / SPAN * per_s, level, request)
+        return self._limits[1]
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """Return the weight of each request by how far it is behind its SLO, and log a warning for

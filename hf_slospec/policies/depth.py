@@ -4,6 +4,7 @@ tokens per second, or plain decoding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,7 +40,9 @@ class Drafted:
 class _Choice(NamedTuple):
     """The shape that is best by the averages, and the conditions under which it was chosen."""
 
-    conditions: tuple[int, ...]  # observed trees (up to FEW_TREES), maximum depth and width
+    num_trees: int  # trees observed
+    max_depth: int
+    max_width: int
     num_requests: int
     depth: int  # 0: speculation is off
     width: int
@@ -47,9 +50,52 @@ class _Choice(NamedTuple):
     # depth and width
     is_known: bool
     step_s: float
-    # seconds that a step at maximum depth and width costs beyond what the best shape needs for the
-    # same tokens
+    # seconds that a step at maximum depth and width, and a plain step, cost beyond what the best
+    # shape needs for the same tokens
     look_s: float
+    plain_look_s: float
+
+
+class Looks:
+    """Decides when looks of one kind are due, so that they take a bounded share of the time.
+
+    A look is due once the time saved for looks covers what it is predicted to cost, and at gaps
+    that are given, since the predicted cost may be wrong as well.
+    """
+
+    MIN_GAP = 8  # minimum steps between looks; also the first of doubling gaps
+
+    def __init__(self, share: float, gap: float = math.inf, growth: float = math.inf):
+        """Start without a look.
+
+        Args:
+            share: share of the engine's time that looks may add.
+            gap: number of steps after which the first look is due at any cost.
+            growth: ratio of each such gap to the one before it.
+        """
+        self._share = share
+        self._gap = gap
+        self._growth = growth
+        self._num_steps = 0  # since the last look
+        self._saved_s = 0.0  # seconds that a look may cost now
+
+    def is_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
+        """Count a step of ``step_s`` seconds; return whether a look, which adds ``look_s()``
+        seconds, is due.
+        """
+        self._num_steps += 1
+        self._saved_s += self._share * step_s
+        is_early = self._num_steps >= self._gap
+        if not is_early and (self._num_steps < self.MIN_GAP or self._saved_s < look_s()):
+            return False
+        self.taken()
+        return True
+
+    def taken(self) -> None:
+        """Begin the next gap, as a look was taken or a step was as good as one."""
+        self._num_steps = 0
+        self._saved_s = 0.0
+        self._gap *= self._growth
 
 
 class DepthControl:
@@ -57,20 +103,23 @@ class DepthControl:
     depth.
 
     The average of a (depth, rank) stays as it is in steps that do not draft it. *Looks* are steps
-    that draft more in order to renew the averages: while speculation is on, at maximum depth and
-    width; while it is off, ``PROBE_DEPTH`` levels for a few requests. The additional cost of looks
-    stays below ``LOOK_SHARE`` of the time, so they are frequent where they are cheap. After
-    speculation was switched off, some come earlier, at intervals that double, since the predicted
-    cost of a look may be wrong as well.
+    that renew what others do not: while speculation is on, some draft at maximum depth and width,
+    and others are plain, since without them a profile that understates how much faster a plain step
+    is would never be found wrong; while it is off, they draft ``PROBE_DEPTH`` levels for a few
+    requests. What looks of each kind cost is bounded, see :class:`Looks`.
 
-    A choice is kept for ``STANDS`` steps if the number of requests is similar, since choosing takes
-    longer than all other decisions of a step with few requests. While few trees were observed, it
-    is renewed with each of them."""
+    A choice stands for ``STANDS`` steps if the number of requests is similar, since choosing takes
+    longer than all other decisions of a step with few requests; while few trees were observed, it
+    is renewed when a quarter more were. A shape then yields only to one that is better by
+    more than ``KEPT``."""
 
-    STANDS = 4  # steps for which a choice is kept
-    SIMILAR = 1.5  # largest ratio between numbers of requests for which a choice is kept
-    LOOK_SHARE = 0.01  # share of the engine's time that looks may add
-    MIN_GAP = 8  # minimum steps between looks; also the first of the doubling intervals
+    STANDS = 16  # steps for which a choice stands
+    SIMILAR = 1.5  # largest ratio between numbers of requests for which a choice stands
+    GROWTH = 1.25  # ratio between numbers of observed trees for which a choice is renewed
+    KEPT = 0.005  # relative loss against the best shape at which the shape in use is kept
+    # share of the engine's time that looks may add: those that draft, and plain ones
+    LOOK_SHARE = 0.01
+    PLAIN_SHARE = 0.005
     # Steps or trees drafted at maximum depth and width before the averages decide, whichever comes
     # first
     WARMUP_STEPS = 3
@@ -99,15 +148,17 @@ class DepthControl:
         self.is_on = True
         # expected tokens per second and request of the last shape chosen by the averages
         self.goodput = 0.0
-        # steps since the last look; seconds that a look may cost now
-        self._steps_since_look = 0
-        self._look_s = 0.0
-        # while speculation is off, steps after which a look is due at any cost
-        self._early_gap = self.MIN_GAP
+        # looks at whole shapes and at plain steps while speculation is on, and at drafts while it
+        # is off; before the first plain look, nothing may be known of plain steps
+        self._shape_looks = Looks(self.LOOK_SHARE)
+        self.plain_looks = Looks(self.PLAIN_SHARE, gap=1)
+        self._probes = Looks(self.LOOK_SHARE, Looks.MIN_GAP, 2.0)
         # The shape returned last is a look, whose outcome should be learned from at once
         self.is_look = True
+        self.num_choices = 0  # made so far; what depends on slow averages is renewed with each
+        self._shape = 1, 1  # best depth and width by the choice in use
         # the choice in use, and the number of steps since it was made
-        self._choice = _Choice((), 0, 0, 1, False, 0.0, 0.0)
+        self._choice = _Choice(0, 0, 0, 0, 0, 1, False, 0.0, 0.0, 0.0)
         self._age = 0
 
     def observe(
@@ -167,40 +218,49 @@ class DepthControl:
             seconds: predicted step times by shape.
             probe_s: predicted seconds that a look adds to plain decoding, by depth and width.
         """
+        self.is_look = False
         if not max_depth:  # speculation is impossible in this step, but is not switched off
-            self.is_look = False
             return 0, 1
         self.steps_since += 1
-        self._steps_since_look += 1
         self._age += 1
-        conditions = min(self.num_trees, self.FEW_TREES), max_depth, max_width
-        ratio = num_requests / max(self._choice.num_requests, 1)
-        is_similar = (
-            conditions == self._choice.conditions and 1.0 / self.SIMILAR < ratio < self.SIMILAR
-        )
-        if not (is_similar and self._choice.is_known) or self._age >= self.STANDS:
-            self._choice = self._chosen(conditions, num_requests, seconds)
-            self._age = 0
         choice = self._choice
-        self.is_look = True
-        if not choice.is_known:
-            return max_depth, max_width
-        if self.is_on and self._is_look_due(choice.step_s, lambda: choice.look_s):
-            return max_depth, max_width
+        ratio = num_requests / max(choice.num_requests, 1)
+        stands = (
+            choice.is_known
+            and self._age < self.STANDS
+            and 1.0 / self.SIMILAR < ratio < self.SIMILAR
+            and max_depth <= choice.max_depth
+            and max_width <= choice.max_width
+            and min(self.num_trees, self.FEW_TREES) < self.GROWTH * choice.num_trees
+        )
+        if not stands:
+            choice = self._choice = self._chosen(max_depth, max_width, num_requests, seconds)
+            self._age = 0
+            self.num_choices += 1
         probe_depth = min(self.PROBE_DEPTH, max_depth)
-        if not self.is_on and self._is_look_due(
-            choice.step_s, lambda: probe_s(probe_depth, max_width)
-        ):
-            return probe_depth, max_width
-        self.is_look = False
-        return choice.depth, choice.width
+        if not choice.is_known:
+            self.is_look = True
+            return max_depth, max_width
+        if not self.is_on:
+            self.is_look = self._probes.is_due(
+                choice.step_s, lambda: probe_s(probe_depth, max_width)
+            )
+            return (probe_depth, max_width) if self.is_look else (0, 1)
+        if self._shape_looks.is_due(choice.step_s, lambda: choice.look_s):
+            self.is_look = True
+            return max_depth, max_width
+        if self.plain_looks.is_due(choice.step_s, lambda: choice.plain_look_s):
+            self._age = self.STANDS  # what the step took may change the choice
+            return 0, 1
+        return min(choice.depth, max_depth), min(choice.width, max_width)
 
     def _chosen(
-        self, conditions: tuple[int, int, int], num_requests: int, seconds: ShapeTime
+        self, max_depth: int, max_width: int, num_requests: int, seconds: ShapeTime
     ) -> _Choice:
-        _, max_depth, max_width = conditions
         tokens, step_s = self._expected(max_depth, max_width, seconds)
-        depth, width, best, plain = self._best_of(tokens / step_s)
+        kept = self._shape if self._choice.is_known and self.is_on else None
+        depth, width, best, plain = self._best_of(tokens / step_s, kept)
+        self._shape = depth, width
         is_warm = self.num_observed >= self.WARMUP_STEPS or self.num_trees >= self.WARMUP_TREES
         is_tried = bool(np.isfinite(self.steps_since[1 : max_depth + 1, :max_width]).all())
         is_known = is_warm and (is_tried or not self.is_on)
@@ -208,31 +268,20 @@ class DepthControl:
             was_on = self.is_on
             self.is_on = best > plain * (1.0 if was_on else self.MARGIN)
             if was_on and not self.is_on:
-                self._steps_since_look = 0
-                self._look_s = 0.0
-                self._early_gap = self.MIN_GAP
+                self._probes = Looks(self.LOOK_SHARE, Looks.MIN_GAP, 2.0)
+            elif self.is_on and not was_on:
+                self.plain_looks = Looks(self.PLAIN_SHARE)
         self.goodput = max(best, plain) if not is_known else best if self.is_on else plain
+        made_for = min(self.num_trees, self.FEW_TREES), max_depth, max_width, num_requests
         if not self.is_on:
-            return _Choice(conditions, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
-        # A step at maximum depth and width yields tokens, too; the time that the best shape needs
-        # for them is no loss.
-        look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
+            return _Choice(*made_for, 0, 1, is_known, 1.0 / plain, 0.0, 0.0)
+        # A look yields tokens, too; the time that the best shape needs for them is no loss.
+        look_s, plain_look_s = (
+            float(step_s[0, *shape] - tokens[0, *shape] / best) for shape in ((-1, -1), (0, 0))
+        )
         best_s = float(step_s[0, depth, width - 1])
         deepest = min(depth + self.BEYOND, max_depth)
-        return _Choice(conditions, num_requests, deepest, width, is_known, best_s, look_s)
-
-    def _is_look_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
-        """Count a step of ``step_s`` seconds; return whether a look, which adds ``look_s()``
-        seconds, is due.
-        """
-        self._look_s += self.LOOK_SHARE * step_s
-        is_early = not self.is_on and self._steps_since_look >= self._early_gap
-        if self._steps_since_look < self.MIN_GAP or not (is_early or self._look_s >= look_s()):
-            return False
-        self._steps_since_look = 0
-        self._look_s = 0.0
-        self._early_gap *= 2
-        return True
+        return _Choice(*made_for, deepest, width, is_known, best_s, look_s, plain_look_s)
 
     def continuation(self, width: int) -> float:
         """Return the estimated probability that a path of the beam continues in the next level,
@@ -255,9 +304,11 @@ class DepthControl:
         tokens, step_s = self._expected(max_depth, max_width, seconds)
         return self._best_of(tokens / step_s)
 
-    def _best_of(self, rates: FloatArray) -> tuple[int, int, float, float]:
+    def _best_of(
+        self, rates: FloatArray, kept: tuple[int, int] | None = None
+    ) -> tuple[int, int, float, float]:
         """Find the best shape, given tokens per second [estimates, depths, widths]; see
-        :meth:`best_shape`.
+        :meth:`best_shape`. The depth and width ``kept`` are preferred if little is lost by them.
         """
         plain = float(rates[0, 0, 0])
         max_depth = rates.shape[1] - 1
@@ -267,7 +318,11 @@ class DepthControl:
         width, depth = divmod(
             int(np.argmin(losses[1:].T)), max_depth
         )  # ties: the narrowest shape, then the shallowest
-        return depth + 1, width + 1, float(rates[0, depth + 1, width]), plain
+        depth, width = depth + 1, width + 1
+        if kept is not None and kept[0] <= max_depth and kept[1] <= rates.shape[2]:
+            lost = losses[kept[0], kept[1] - 1] - losses[depth, width - 1]
+            depth, width = kept if lost <= self.KEPT else (depth, width)
+        return depth, width, float(rates[0, depth, width - 1]), plain
 
     def _expected(
         self, max_depth: int, max_width: int, seconds: ShapeTime

@@ -194,7 +194,7 @@ class Forest:
         Returns:
             [num_reachable] int64, indices of nodes in the forest.
         """
-        reachable = np.flatnonzero((scores > 0.0) & (self.depths > 0))
+        reachable = ((scores > 0.0) & (self.depths > 0)).nonzero()[0]
         # lexsort is stable, so nodes that tie stay in order of tree and node.
         order = np.lexsort((self.depths[reachable], -scores[reachable]))
         return reachable[order]
@@ -231,6 +231,8 @@ class Forest:
         if is_taken.all():
             return list(self.trees)
         taken = np.flatnonzero(is_taken)
+        if len(self.trees) == 1:
+            return [self.trees[0].subtree(taken)]
         sizes = self._sizes(taken)
         new_index = np.cumsum(is_taken) - 1  # index among the selected nodes of all trees
         firsts = np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -17,7 +17,6 @@ from hf_slospec.engine.costs import (
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.generate.speculator import HOST_LEVEL
-from hf_slospec.tree.tree import TokenTree
 
 POINTS = st.dictionaries(st.integers(1, 600), st.floats(0.001, 10.0), min_size=1, max_size=8)
 SIZES = dict(num_requests=st.integers(1, 64), depth=st.integers(0, 8), width=st.integers(1, 8))
@@ -84,6 +83,47 @@ def test_sizes_keep_factors_of_their_own():
     assert correction(1) == pytest.approx(1.0, abs=0.15)
     assert correction(127) == pytest.approx(2.0, abs=0.25)
     assert 1.2 < correction(2000) < 1.7  # never observed: between them
+
+
+def kept(*parts):
+    """As :func:`observed`, of a correction that keeps what was measured of each size."""
+    correction = SizeCorrection(keeps_sizes=True)
+    for num_tokens, factor, count in parts:
+        for _ in range(count):
+            correction.observe(num_tokens, 2.0, 2.0 * factor)
+    return correction
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0, 3.0])
+def test_a_constant_factor_is_learned_at_all_sizes_where_sizes_are_kept(factor):
+    correction = kept((6, factor, 24))
+    assert correction(np.array([1, 6, 7, 500, 10**6])) == pytest.approx([factor] * 5, rel=0.1)
+
+
+def test_a_size_measured_once_differs_from_the_others_for_long():
+    """The correction without kept sizes has forgotten it by then."""
+    parts = (4, 3.0, 40), (1, 1.0, 2), (4, 3.0, 400)
+    assert observed(*parts)(1) == pytest.approx(3.0, rel=0.01)
+    correction = kept(*parts)
+    assert correction(1) < 1.5
+    assert correction(4) == pytest.approx(3.0, rel=0.05)
+
+
+def test_what_is_known_of_sizes_is_kept_while_another_is_the_usual_one():
+    correction = kept((4, 3.0, 40), (1, 1.0, 400))
+    assert correction(1) == pytest.approx(1.0, rel=0.05)
+    assert correction(4) > 2.0
+
+
+def test_all_sizes_follow_the_machines_speed():
+    before = kept((1, 1.0, 40), (16, 2.0, 40))
+    after = kept((1, 1.0, 40), (16, 2.0, 40), (16, 4.0, 120))
+    assert after(16) == pytest.approx(4.0, rel=0.05)
+    assert after(1) > 1.5 * before(1)
+
+
+def test_one_pause_moves_kept_sizes_little():
+    assert kept((8, 1.0, 100), (8, 1000.0, 1))(8) < 1.15
 
 
 def test_a_correction_remembers_a_bounded_number_of_observations():
@@ -199,7 +239,7 @@ def test_levels_draft_for_fewer_and_fewer_requests(depths, width, catch_up):
     expected = cost(catch_up, number, 20 * number) + sum(
         cost(n * width, n, 20 * n) for n in in_level
     )
-    share = level_share([TokenTree.chain(0, [1] * depth, 0.5) for depth in depths], number)
+    share = level_share(depths, number)
     levels = max(depths), width, 20 * number, catch_up, share
     assert costs.draft_s(number, *levels) == pytest.approx(expected if max(depths) else 0.0)
     level_s, request_s = costs.level_parts_s(number, width, 20 * number)

@@ -25,7 +25,7 @@ from hf_slospec.policies.auto import (
     PROBED_REQUESTS,
     SpeculationHistory,
 )
-from hf_slospec.policies.depth import DepthControl
+from hf_slospec.policies.depth import DepthControl, Looks
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
@@ -142,7 +142,7 @@ def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(draft_s
     policy = new_policy(config, step_costs, SpeculationHistory(config))
     events = run(Engine(ToyTarget(greedy(target)), drafter, policy, scheduler, step_costs, clock))
     num_drafted = sum(event.depth > 0 for event in events[-50:])
-    assert num_drafted == 50 if pays else num_drafted <= 50 / DepthControl.MIN_GAP
+    assert num_drafted == 50 if pays else num_drafted <= 50 / Looks.MIN_GAP
 
 
 def test_auto_goes_deep_with_a_draft_that_is_always_right():

@@ -82,6 +82,19 @@ def test_auto_does_not_lose_to_no_drafts(says, known):
     assert decoded_s("auto", 1.0, says, known) < 0.8 * plain_s
 
 
+@pytest.mark.parametrize("says", [0.6, 0.95])
+@pytest.mark.parametrize("accepted", [0.0, 0.5, 0.7])
+def test_a_profile_that_knows_nothing_of_experts_is_found_wrong(says, accepted):
+    """By it all forwards take as long, so that drafts seem to cost nothing."""
+    assert decoded_s("auto", accepted, says, known=0.0) < 1.05 * decoded_s("none")
+    assert decoded_s("fixed", accepted) > 1.2 * decoded_s("none")
+
+
+@pytest.mark.parametrize("known", [0.0, 1.0])
+def test_finding_out_costs_good_drafts_little(known):
+    assert decoded_s("auto", 1.0, 0.95, known) < 1.07 * decoded_s("fixed", 1.0)
+
+
 def test_constant_drafts_lose_where_experts_dominate():
     """Without the cost of experts, drafts that are right in 7 of 10 cases would seem to gain."""
     assert decoded_s("fixed", 0.7) > 1.2 * decoded_s("none")
