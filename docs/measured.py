@@ -26,9 +26,15 @@ FIRST_CALL = "first-call-smollm2-135m-cpu-2core-bf16.json"
 REAL_PEERS = "peers-smollm2-135m-cpu-2core-bf16.json"
 QUANTISED_PEERS = "peers-quantised-smollm2-135m-cpu-2core-amx.json"
 QUANTISED_PEERS_8 = "peers-quantised-smollm2-135m-batch8-cpu-2core-amx.json"
+PRODUCTS = {
+    "AMX, bf16 pairs": "products-cpu-2core-amx.json",
+    "AVX2 (restricted)": "products-cpu-2core-avx2.json",
+}
+GENERATE_BATCH = "generate-batch-smollm2-135m-cpu-2core-amx-bf16.json"
 GPU = "gpu-check-h100-8b-batch1.json", "gpu-check-h100-8b-batches-8-64.json"
 GPU_ALL = "gpu-check-h100-8b.json"  # all methods at batch 1
 EXACT_BITS = "exact-bits-smollm2-135m-cpu-2core.json"
+LIBRARIES = "torch", "MKL", "OneDNN", "FBGEMM"  # kernels of torch and its libraries
 NOT_MEASURED = "not measured"
 TABLES: dict[str, Callable[[], str]] = {}
 
@@ -347,6 +353,46 @@ def peers_quantised() -> str:
 @table
 def peers_quantised_batch8() -> str:
     return _by_task(QUANTISED_PEERS_8)
+
+
+@table
+def products() -> str:
+    """Products with packed weights beside their floors and other kernels, by number of rows."""
+    numbers = "1", "2", "4", "8", "16"
+    lines = []
+    for cpu, file in PRODUCTS.items():
+        for dtype, shapes in result(file)["results"].items():
+            beside_floor, beside_others = [], []
+            for number in numbers:
+                records = [shape[number] for shape in shapes.values()]
+                floors = [max(r["memory_floor_ms"], r["compute_floor_ms"]) for r in records]
+                ours = [r["ms"]["Blocks"] for r in records]
+                others = [
+                    min(ms for name, ms in r["ms"].items() if name in LIBRARIES) for r in records
+                ]
+                paired_floors = zip(ours, floors, strict=True)
+                paired_others = zip(others, ours, strict=True)
+                beside_floor.append(two_digits(max(a / b for a, b in paired_floors)))
+                beside_others.append(ratio(min(a / b for a, b in paired_others)))
+            lines.append([cpu, dtype, "of the floor, at most", *beside_floor])
+            lines.append([cpu, dtype, "faster than libraries by, at least", *beside_others])
+    return markdown(" | ".join(("CPU", "dtype", "", *numbers)), lines)
+
+
+@table
+def generate_batch() -> str:
+    """``generate_batch`` of an enabled model beside stock's and stock ``generate``."""
+    lines = []
+    for way, by_limit in result(GENERATE_BATCH)["results"].items():
+        for limit, found in by_limit.items():
+            speeds = [f"{speed:.0f}" for speed in found["tokens_per_s"].values()]
+            ratios = [ratio(value) for name, value in found["ratio"].items() if name != OURS]
+            lines.append([way, limit, *speeds, *ratios])
+    header = (
+        "| at a time | hf_slospec, tokens/s | stock `generate_batch` | stock `generate` "
+        "| of `generate_batch` | of `generate`"
+    )
+    return markdown(header, lines)
 
 
 def _by_task(file: str) -> str:
