@@ -251,7 +251,8 @@ class TestDemoSessions:
             assert scene.counts == (0, 0)
             assert at(scene, stopped).state == "stopped"
             assert {at(scene, short).state, scene.visitor.state} <= {"waiting", "writing"}
-            assert at(scene, long).tokens_per_s == at(scene, long).nodes == 0
+            view = at(scene, long)  # may have begun to write before this look
+            assert view.pieces or view.tokens_per_s == view.nodes == 0
             until(sessions, lambda scene: scene.counts[1] == 2)
         again = [stream._handle for stream in sessions._streams()]
         assert [old is new for old, new in zip(handles, again, strict=True)] == [
