@@ -25,6 +25,7 @@ REAL_LOAD = "serving-load-smollm2-135m-cpu-2core-bf16.json"
 FIRST_CALL = "first-call-smollm2-135m-cpu-2core-bf16.json"
 REAL_PEERS = "peers-smollm2-135m-cpu-2core-bf16.json"
 QUANTISED_PEERS = "peers-quantised-smollm2-135m-cpu-2core-amx.json"
+BF16_PEERS = "peers-bf16-smollm2-135m-cpu-2core-amx.json"
 QUANTISED_PEERS_8 = "peers-quantised-smollm2-135m-batch8-cpu-2core-amx.json"
 PRODUCTS = {
     "AMX, bf16 pairs": "products-cpu-2core-amx.json",
@@ -348,6 +349,12 @@ def peers_checkpoint() -> str:
 def peers_quantised() -> str:
     """Contestants with quantised weights by task."""
     return _by_task(QUANTISED_PEERS)
+
+
+@table
+def peers_bf16() -> str:
+    """Contestants in bf16 on a CPU with AMX by task."""
+    return _by_task(BF16_PEERS)
 
 
 @table
