@@ -28,9 +28,9 @@ from hf_slospec.cpu.quantised import PackedMatrix, quantise
 from hf_slospec.model.machine import native_dtypes
 
 ROWS = 1, 2, 4, 8, 16, 64, 256
-SHAPES = "1536x576", "576x1536", "960x576", "49152x576"  # of SmolLM2-135M
+SHAPES = "1536x576", "576x1536", "960x576", "49152x576"  # layers of SmolLM2-135M
 READ_BYTES = 2**28  # larger than caches
-WEIGHT_BYTES = 2**26  # of the weights of one shape that are multiplied in turn
+WEIGHT_BYTES = 2**26  # bytes of weights of one shape that are multiplied in turn
 COMPUTE_ROWS = 512
 
 

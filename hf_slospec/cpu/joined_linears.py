@@ -5,6 +5,7 @@ packed in ``packed_weights.py``."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -98,10 +99,8 @@ class JoinedLinears:
             return layer.weight.matrix
         weight = matrices_of(layer, layer.weight)[0]
         if self._is_invariant or (self._packs and can_be_packed(layer.weight)):
-            try:
+            with contextlib.suppress(OverflowError):
                 return PackedMatrix(dense(weight), self._is_invariant)
-            except OverflowError:
-                return weight
         return weight
 
 

@@ -45,11 +45,11 @@ def step(
     )  # fmt: skip
 
 
-def observed(*parts):
+def observed(*parts, keeps_sizes=False):
     """A correction after forwards of this many tokens that took this much longer than profiled, so
     many times.
     """
-    correction = SizeCorrection()
+    correction = SizeCorrection(keeps_sizes)
     for num_tokens, factor, count in parts:
         for _ in range(count):
             correction.observe(num_tokens, 2.0, 2.0 * factor)
@@ -85,18 +85,9 @@ def test_sizes_keep_factors_of_their_own():
     assert 1.2 < correction(2000) < 1.7  # never observed: between them
 
 
-def kept(*parts):
-    """As :func:`observed`, of a correction that keeps what was measured of each size."""
-    correction = SizeCorrection(keeps_sizes=True)
-    for num_tokens, factor, count in parts:
-        for _ in range(count):
-            correction.observe(num_tokens, 2.0, 2.0 * factor)
-    return correction
-
-
 @pytest.mark.parametrize("factor", [0.4, 1.0, 3.0])
 def test_a_constant_factor_is_learned_at_all_sizes_where_sizes_are_kept(factor):
-    correction = kept((6, factor, 24))
+    correction = observed((6, factor, 24), keeps_sizes=True)
     assert correction(np.array([1, 6, 7, 500, 10**6])) == pytest.approx([factor] * 5, rel=0.1)
 
 
@@ -104,26 +95,26 @@ def test_a_size_measured_once_differs_from_the_others_for_long():
     """The correction without kept sizes has forgotten it by then."""
     parts = (4, 3.0, 40), (1, 1.0, 2), (4, 3.0, 400)
     assert observed(*parts)(1) == pytest.approx(3.0, rel=0.01)
-    correction = kept(*parts)
+    correction = observed(*parts, keeps_sizes=True)
     assert correction(1) < 1.5
     assert correction(4) == pytest.approx(3.0, rel=0.05)
 
 
 def test_what_is_known_of_sizes_is_kept_while_another_is_the_usual_one():
-    correction = kept((4, 3.0, 40), (1, 1.0, 400))
+    correction = observed((4, 3.0, 40), (1, 1.0, 400), keeps_sizes=True)
     assert correction(1) == pytest.approx(1.0, rel=0.05)
     assert correction(4) > 2.0
 
 
 def test_all_sizes_follow_the_machines_speed():
-    before = kept((1, 1.0, 40), (16, 2.0, 40))
-    after = kept((1, 1.0, 40), (16, 2.0, 40), (16, 4.0, 120))
+    before = observed((1, 1.0, 40), (16, 2.0, 40), keeps_sizes=True)
+    after = observed((1, 1.0, 40), (16, 2.0, 40), (16, 4.0, 120), keeps_sizes=True)
     assert after(16) == pytest.approx(4.0, rel=0.05)
     assert after(1) > 1.5 * before(1)
 
 
 def test_one_pause_moves_kept_sizes_little():
-    assert kept((8, 1.0, 100), (8, 1000.0, 1))(8) < 1.15
+    assert observed((8, 1.0, 100), (8, 1000.0, 1), keeps_sizes=True)(8) < 1.15
 
 
 def test_a_correction_remembers_a_bounded_number_of_observations():
