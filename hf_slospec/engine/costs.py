@@ -161,7 +161,8 @@ class StepCosts:
 
     def keep_sizes(self) -> None:
         """Keep what is measured of forwards of one size while others are computed; see
-        :class:`SizeCorrection`. This applies to all copies for engines on the same models.
+        :class:`~hf_slospec.engine.latency_curves.SizeCorrection`. This applies to all copies for
+        engines on the same models.
         """
         self._verify_correction.keeps_sizes = True
 

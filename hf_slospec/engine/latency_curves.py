@@ -114,7 +114,7 @@ class SizeCorrection:
     A size without recent observations gets the average over all sizes. Observations fade, so that a
     change of the machine's speed is learned within some dozens of forwards.
 
-    With :attr:`keeps_sizes`, what was observed of a size is kept however long ago, for policies
+    With ``keeps_sizes``, what was observed of a size is kept however long ago, for policies
     that compare sizes of which most are rare. The log ratios are then estimated by a Kalman filter:
     that of each power of two differs from the one below by an unknown amount, and all change
     together with the machine's speed.

@@ -134,7 +134,10 @@ def reuse_logprobs(trainer: Any) -> ReusedLogprobs:
 
 class ReusedLogprobs:
     """Log probabilities of the completions that a trainer's model sampled last; see
-    :func:`reuse_logprobs`.
+    :func:`~hf_slospec.reuse_logprobs`.
+
+    Attributes:
+        num_skipped: number of forwards that the trainer left out.
     """
 
     def __init__(self, trainer: Any):
@@ -153,7 +156,7 @@ class ReusedLogprobs:
         given = {one.name: getattr(batching, one.name) for one in dataclasses.fields(batching)}
         given |= {"temperature": float(trainer.temperature), "take": self._take}
         trainer.continuous_batching_config = ScoredBatching(**given)
-        self.num_skipped = 0  # forwards that the trainer left out
+        self.num_skipped = 0
         self._trainer = trainer
         self._compute = compute
         self._rows: dict[tuple[int, ...], list[float]] = {}  # by the tokens of a whole row
