@@ -176,15 +176,13 @@ inline void block_rows(const Packed& weight, const E* x, int64_t x_stride, const
   const Table table(weight.zero);
   const __m512i nibbles = low_table(table);
 #endif
+  constexpr int64_t AHEAD = 8192;  // bytes from what is read to what is prefetched
   vec totals[R][VECTORS] = {};
   for (int64_t span = 0; span < num_spans; ++span) {
     vec sums[R][VECTORS][PARTS] = {};
     const int64_t in_group = span * weight.span % GROUP;
     const E* from = x + span * per_span;
-    __builtin_prefetch(group + 16 * bytes_of(C) + in_group * bytes_of(C) / GROUP);
-    __builtin_prefetch(group + 16 * bytes_of(C) + in_group * bytes_of(C) / GROUP + 64);
-    __builtin_prefetch(group + 16 * bytes_of(C) + in_group * bytes_of(C) / GROUP + 128);
-    __builtin_prefetch(group + 16 * bytes_of(C) + in_group * bytes_of(C) / GROUP + 192);
+    for (int64_t line = 0; line < bytes_of(C) && !in_group; line += 64) __builtin_prefetch(group + AHEAD + line);
     const auto add = [&](int64_t first, auto count) {
 #pragma GCC unroll 32
       for (int64_t i = 0; i < count.value; ++i) {
