@@ -57,7 +57,7 @@ class Interface:
     """A compiled graph, and the names of the model's weights and layers that it refers to."""
 
     weights: list[str]  # parameters and buffers, in the order of the graph's inputs
-    linears: list[list[str]]  # layers that each `linear` operator computes, by its index
+    linears: list[list[str]]  # layers that each `context_linear` operator computes, by its index
     script: str  # the graph in TorchScript
     pieces: list[str]  # files of the compiled pieces, whose ids are the graph's last input
 

@@ -35,8 +35,8 @@ class JoinedLinears:
 
         Args:
             model: the model.
-            names: for each ``linear`` operator of the graph, by its index, the names of the layers
-                that it computes.
+            names: for each ``context_linear`` operator of the graph, by its index, the names of the
+                layers that it computes.
             prepack: see SLOSpecConfig.
             is_invariant: the bits of a token's products must not depend on the number of tokens.
 
@@ -109,7 +109,7 @@ def _versions_of(layers: Sequence[Any]) -> list[int]:
 
 
 def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[str]]:
-    """Replace all ``linear`` operators that read the same input by one, in place.
+    """Replace all ``context_linear`` operators that read the same input by one, in place.
 
     Args:
         program: graph with one operator for each layer.
@@ -121,7 +121,7 @@ def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[st
     graph = program.graph_module.graph
     by_input = defaultdict[Any, list[Any]](list)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.hf_slospec.linear.default:
+        if node.op == "call_function" and node.target is torch.ops.hf_slospec.context_linear.default:
             by_input[node.args[0]].append(node)
     linears = list[list[str]]()
     for node in graph.nodes:
@@ -139,7 +139,7 @@ def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[st
             continue
         with graph.inserting_before(nodes[0]):
             joined = graph.call_function(
-                torch.ops.hf_slospec.linear.default, (x, context, index, sum(outputs))
+                torch.ops.hf_slospec.context_linear.default, (x, context, index, sum(outputs))
             )
             first = nodes[0].meta["val"]
             joined.meta["val"] = first.new_empty(*first.shape[:-1], sum(outputs))

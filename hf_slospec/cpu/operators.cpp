@@ -9,6 +9,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
@@ -27,7 +28,10 @@ struct Weight {
 };
 
 // Weights of linear layers with the same input, whose outputs are joined.
-using Linear = std::vector<Weight>;
+struct Linear {
+  std::vector<Weight> weights;
+  std::vector<const Packed*> packed;  // of all weights; empty if some are not packed
+};
 
 struct Layer {
   Tensor keys, values;  // [num_slots, num_kv_heads, dim]
@@ -164,7 +168,7 @@ std::shared_ptr<Packed> packed_of(int64_t id) {
 }
 
 Tensor packed_product_of(const Tensor& x, int64_t id, const std::optional<Tensor>& bias) {
-  return packed_product(x, {packed_of(id).get()}, bias);
+  return packed_product(x, {packed_of(id).get()}, bias, x.numel() / x.size(-1));
 }
 
 Tensor packed_rows_of(const Tensor& indices, int64_t id) { return packed_rows(indices, *packed_of(id)); }
@@ -173,7 +177,9 @@ Tensor packed_rows_of(const Tensor& indices, int64_t id) { return packed_rows(in
 void set_linear(int64_t id, int64_t index, at::IntArrayRef packed, at::TensorList plain) {
   Linear linear;
   auto next = plain.begin();
-  for (const int64_t each : packed) linear.push_back(each ? Weight{packed_of(each), {}} : Weight{nullptr, *next++});
+  for (const int64_t each : packed) linear.weights.push_back(each ? Weight{packed_of(each), {}} : Weight{nullptr, *next++});
+  if (next == plain.begin())
+    for (const auto& weight : linear.weights) linear.packed.push_back(weight.packed.get());
   auto& linears = context_of(id)->linears;
   if (index >= int64_t(linears.size())) linears.resize(index + 1);
   linears[index] = std::move(linear);
@@ -184,41 +190,31 @@ Tensor embedding(const Tensor& indices, const Tensor& id, int64_t index, int64_t
   const auto context = context_of(id);
   auto sizes = indices.sizes().vec();
   sizes.push_back(width);
-  return packed_rows(indices, *context->linears.at(index_in(id, index)).at(0).packed).to(dtype).view(sizes);
-}
-
-// Returns the products of one input with several weights, joined.
-Tensor products(const Tensor& x, const Linear& weights) {
-  std::vector<const Packed*> packed;
-  for (const auto& weight : weights)
-    if (weight.packed) packed.push_back(weight.packed.get());
-  if (packed.size() == weights.size()) return packed_product(x, packed, std::nullopt);
-  std::vector<Tensor> out;
-  for (const auto& weight : weights)
-    out.push_back(weight.packed ? packed_product(x, {weight.packed.get()}, std::nullopt) : at::linear(x, weight.plain));
-  return out.size() == 1 ? out[0] : at::cat(out, -1);
+  return packed_rows(indices, *context->linears.at(index_in(id, index)).packed.at(0)).to(dtype).view(sizes);
 }
 
 // Number of tokens to which a step of one token is padded, as graphs take no fewer; see cpu/twin.py.
 constexpr int64_t MIN_SIZE = 2;
 
-Tensor linear(const Tensor& padded, const Tensor& id, int64_t index, int64_t outputs) {
+Tensor linear(const Tensor& x, const Tensor& id, int64_t index, int64_t outputs) {
   const auto context = context_of(id);
   const auto& linear = context->linears.at(index_in(id, index));
-  const bool is_single = context->plan.positions.numel() == 1 && padded.size(-2) == MIN_SIZE &&
-                         padded.numel() / padded.size(-1) == MIN_SIZE;
-  const Tensor x = is_single ? padded.narrow(-2, 0, 1) : padded;
-  auto joined = products(x, linear);
+  const int64_t num_rows = x.numel() / x.size(-1);
+  const bool is_padded = context->plan.positions.numel() == 1 && x.size(-2) == MIN_SIZE && num_rows == MIN_SIZE;
+  Tensor joined;
+  if (!linear.packed.empty()) {
+    joined = packed_product(x, linear.packed, std::nullopt, is_padded ? 1 : num_rows);
+  } else {
+    const Tensor rows = is_padded ? x.narrow(-2, 0, 1) : x;
+    std::vector<Tensor> out;
+    for (const auto& weight : linear.weights)
+      out.push_back(weight.packed ? packed_product(rows, {weight.packed.get()}, std::nullopt, rows.numel() / rows.size(-1))
+                                  : at::linear(rows, weight.plain));
+    joined = at::cat(out, -1);
+    if (is_padded) joined = at::cat({joined, joined}, -2);
+  }
   TORCH_CHECK(joined.size(-1) == outputs, "linear layer ", index, " has ", joined.size(-1), " outputs, not ", outputs);
-  joined = joined.contiguous();
-  if (!is_single) return joined;
-  auto sizes = padded.sizes().vec();
-  sizes.back() = outputs;
-  auto copies = at::empty(sizes, joined.options());
-  for (int64_t row = 0; row < MIN_SIZE; ++row)
-    std::memcpy(static_cast<char*>(copies.mutable_data_ptr()) + row * joined.nbytes(), joined.const_data_ptr(),
-                joined.nbytes());
-  return copies;
+  return joined;
 }
 
 // Some tokens of one sequence.
@@ -544,6 +540,16 @@ std::vector<Tensor> run_piece(const Tensor& id, const Tensor& pieces, at::IntArr
 
 }  // namespace
 
+// Called by compiled pieces, which thus need no dispatcher; see SHIMS in cpu/operators.py.
+extern "C" AOTITorchError aoti_torch_cpu_context_linear(AtenTensorHandle x, AtenTensorHandle id, int64_t index,
+                                                        int64_t outputs, AtenTensorHandle* out) {
+  using torch::aot_inductor::tensor_handle_to_tensor_pointer;
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    auto made = linear(*tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(id), index, outputs);
+    *out = torch::aot_inductor::tensor_pointer_to_tensor_handle(new Tensor(std::move(made)));
+  });
+}
+
 // Functions without a backend's name serve all of them, packed weights of oneDNN and MKL included.
 TORCH_LIBRARY(hf_slospec, library) {
   library.def("new_context(bool is_invariant) -> int", new_context);
@@ -561,7 +567,7 @@ TORCH_LIBRARY(hf_slospec, library) {
               "Tensor staged_positions) -> ()", set_plan);
 }
 TORCH_LIBRARY_IMPL(hf_slospec, CPU, library) {
-  library.impl("linear", linear);
+  library.impl("context_linear", linear);
   library.impl("attend", attend);
   library.impl("embedding", embedding);
   library.impl("run_piece", run_piece);

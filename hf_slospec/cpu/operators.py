@@ -5,6 +5,7 @@ The library is built by this machine's C++ compiler when it is first needed.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def _traced_embedding(
 # Operators of graphs, with what they return while they are traced. Defined here, as graphs are
 # traced and compiled while the library is built.
 TRACED: dict[str, Callable[..., torch.Tensor]] = {
-    "linear(Tensor x, Tensor id, int index, int outputs) -> Tensor": _traced_linear,
+    "context_linear(Tensor x, Tensor id, int index, int outputs) -> Tensor": _traced_linear,
     "attend(Tensor query, Tensor key, Tensor value, Tensor id, int index, bool stages, "
     "float scaling, int window, int chunk, float softcap, Tensor? sinks) -> Tensor": _traced_attend,
     "embedding(Tensor indices, Tensor id, int index, int width, ScalarType dtype) -> Tensor": (
@@ -155,6 +156,13 @@ _definitions.define(
 for _schema, _traced in TRACED.items():
     _definitions.define(_schema)
     torch.library.register_fake(f"hf_slospec::{_schema.partition('(')[0]}", _traced)
+# Declarations of functions that compiled pieces call directly, by operator
+SHIMS = {
+    torch.ops.hf_slospec.context_linear.default: [
+        "AOTITorchError aoti_torch_cpu_context_linear(AtenTensorHandle x, AtenTensorHandle id, "
+        "int64_t index, int64_t outputs, AtenTensorHandle* out)"
+    ]
+}
 
 
 def load() -> None:
@@ -164,6 +172,7 @@ def load() -> None:
         OSError: the library is missing, or cannot be loaded.
     """
     with _loading:
+        ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)  # pieces need its symbols
         torch.ops.load_library(library_path())
 
 
@@ -193,7 +202,7 @@ class Context:
         """Set the weights, [outputs, inputs] each, of a linear layer, or of several with the same
         input, whose outputs are concatenated.
 
-        ``index``: index of the ``linear`` operator in the graph.
+        ``index``: index of the ``context_linear`` operator in the graph.
         """
         ids = [weight.id if isinstance(weight, PackedMatrix) else 0 for weight in weights]
         plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]

@@ -653,10 +653,11 @@ void with_code(int64_t code, F function) {
 template <typename T>
 constexpr int DENSE = std::is_same_v<T, float> ? FP32 : std::is_same_v<T, at::Half> ? FP16 : BF16;
 
-// Returns x @ weight.T + bias, [..., outputs] in the input's dtype, for weights that are joined by their outputs.
-Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights,
-                         const std::optional<Tensor>& bias) {
-  const int64_t inputs = x.size(-1), num_rows = x.numel() / inputs;
+// Returns x @ weight.T + bias, [..., outputs] in the input's dtype, for weights that are joined by their outputs. Rows from
+// num_rows on are copies of the first.
+Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights, const std::optional<Tensor>& bias,
+                      int64_t num_rows) {
+  const int64_t inputs = x.size(-1);
   int64_t outputs = 0, num_blocks = 0;
   std::vector<Tensor> sums;
   for (const auto* weight : weights) {
@@ -665,7 +666,7 @@ Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights
     outputs += weight->outputs, num_blocks += weight->codes.size(0);
     sums.emplace_back();
     if (weight->minima.defined())
-      sums.back() = x.to(at::kFloat).reshape({num_rows, inputs / weight->span, weight->span}).sum(-1);
+      sums.back() = x.to(at::kFloat).reshape({-1, inputs / weight->span, weight->span}).sum(-1);
   }
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
@@ -696,6 +697,10 @@ Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights
   AT_DISPATCH_SWITCH(x.scalar_type(), "packed_product", AT_DISPATCH_CASE(at::kFloat, [&] { multiply(scalar_t()); })
                      AT_DISPATCH_CASE(at::kBFloat16, [&] { multiply(scalar_t()); })
                      AT_DISPATCH_CASE(at::kHalf, [&] { multiply(scalar_t()); }));
+  char* rows = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t num_bytes = outputs * out.element_size();
+  for (int64_t row = num_rows; row * num_bytes < int64_t(out.nbytes()); ++row)
+    std::memcpy(rows + row * num_bytes, rows, num_bytes);
   return out;
 }
 

@@ -19,6 +19,7 @@ import torch._inductor
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
+from hf_slospec.cpu.operators import SHIMS
 from hf_slospec.model.machine import digest
 
 # Share of a graph's pieces that may be interpreted: one takes longer than it would take compiled,
@@ -42,6 +43,7 @@ COMPILER: dict[str, Any] = {
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "aot_inductor.precompile_headers": False,
     "aot_inductor.enable_line_tables": False,
+    "aot_inductor.custom_ops_to_c_shims": SHIMS,
 }
 # Seconds to compile a package, and a layer in it.
 PACKAGE_S = 8.0
@@ -66,7 +68,7 @@ class Piece:
         self.inputs = [node for node in dict.fromkeys(read) if not graph.is_copied(node)]
         if any(_is_computed(size) for node in self.inputs for size in node.meta["val"].shape):
             raise ValueError("a tensor between two pieces has a computed size")
-        self.linears = list[int]()  # index of each `linear` operator in the model
+        self.linears = list[int]()  # index of each `context_linear` operator in the model
         copy = _Copy(self.inputs, graph)
         table = copy.copies[graph.context] = copy.made.placeholder("table")
         for node in nodes:

@@ -35,7 +35,7 @@ from hf_slospec.model.whose_code import library_of
 SETTINGS = (bool, int, float, str, tuple)  # types of the modules' attributes that a graph may read
 # Attributes that are not compared; the config is compared separately, without the model's path.
 UNREAD = NOT_SETTINGS | {"config", "name_or_path"}
-LINEAR = (nn.Linear, Conv1D)  # classes of layers that the `linear` operator replaces
+LINEAR = (nn.Linear, Conv1D)  # classes of layers that the `context_linear` operator replaces
 TRACED_TOKENS = 7
 TRACED_LOGITS = 5
 LORA = "peft.tuners.lora.layer.Linear"
@@ -257,7 +257,7 @@ class TracedForward(AttentionHook):
 
 
 class _TracedLinear(nn.Module):
-    """Linear layer that calls the ``linear`` operator, which has the weight."""
+    """Linear layer that calls the ``context_linear`` operator, which has the weight."""
 
     def __init__(self, step: _Step, name: str, outputs: int, bias: torch.Tensor | None = None):
         super().__init__()
@@ -272,7 +272,7 @@ class _TracedLinear(nn.Module):
         if all(isinstance(size, int) for size in x.shape[:-1]):
             # The operator takes two rows for one token with its padding.
             raise ValueError(f"a linear layer has an input of {list(x.shape)} in every forward")
-        out: torch.Tensor = torch.ops.hf_slospec.linear(
+        out: torch.Tensor = torch.ops.hf_slospec.context_linear(
             x, self._step[0].traced.context, self._index, self._outputs
         )
         return out if self.bias is None else out + self.bias
@@ -303,7 +303,7 @@ class _TracedEmbedding(nn.Embedding):
 
 
 class _TracedLoRA(nn.Module):
-    """LoRA layer whose base layer and adapters call the ``linear`` operator."""
+    """LoRA layer whose base layer and adapters call the ``context_linear`` operator."""
 
     def __init__(self, step: _Step, name: str, base: _TracedLinear, scalings: dict[str, float]):
         super().__init__()
@@ -397,7 +397,7 @@ def export_graph(
 
     Returns:
         The graph, the names of the weights among its inputs, and the names of the layers that each
-        of its ``linear`` operators computes.
+        of its ``context_linear`` operators computes.
 
     Raises:
         Exception: the model cannot be traced; torch raises errors of many classes.

@@ -28,7 +28,8 @@ std::shared_ptr<Packed> make_packed(int64_t code, int64_t zero, int64_t outputs,
                                     int64_t shared, bool is_invariant, const Tensor& codes,
                                     const std::optional<Tensor>& scales, const std::optional<Tensor>& steps,
                                     const std::optional<Tensor>& minima, const std::optional<Tensor>& min_steps);
-Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights, const std::optional<Tensor>& bias);
+Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights, const std::optional<Tensor>& bias,
+                      int64_t num_rows);
 Tensor packed_rows(const Tensor& indices, const Packed& weight);
 
 namespace {

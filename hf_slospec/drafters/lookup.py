@@ -37,29 +37,20 @@ def prob_given_noise(request: Request, proposed: Sequence[Collection[int]]) -> P
     """
     if request.noise is None or not proposed:
         return lambda prob, depth, token: prob
-    noise = torch.stack(
-        [request.noise.after(depth) for depth in range(len(proposed))]
-    )  # [depth, vocab]
-    # size of the logits' vocabulary, which in some models is smaller than the embeddings'
-    size = noise.shape[1]
-    proposals = [
-        (depth, token)
-        for depth, tokens in enumerate(proposed)
-        for token in sorted(tokens)
-        if token < size
-    ]
-    index = to_device(
-        torch.tensor(
-            [depth * size + token for depth, token in proposals], dtype=torch.int64, device="cpu"
-        ),
-        noise.device,
-    )
-    by_place = dict(zip(proposals, noise.flatten()[index].tolist(), strict=True))
+    places, picked = [], []
+    for depth, tokens in enumerate(proposed, 1):
+        noise = request.noise.after(depth - 1)
+        # The logits' vocabulary is smaller than the embeddings' in some models.
+        known = [token for token in sorted(tokens) if token < len(noise)]
+        places += [(depth, token) for token in known]
+        index = torch.tensor(known, dtype=torch.int64, device="cpu")
+        picked.append(noise[to_device(index, noise.device)])
+    by_place = dict(zip(places, torch.cat(picked).tolist(), strict=True))
 
     def given(prob: float, depth: int, token: int) -> float:
         if prob <= 0.0:
             return prob
-        return exp(-by_place.get((depth - 1, token), inf) * (1.0 - prob) / prob)
+        return exp(-by_place.get((depth, token), inf) * (1.0 - prob) / prob)
 
     return given
 

@@ -89,11 +89,10 @@ class RecentSteps:
     def _observe_variation(self, committed: Sequence[int], step_s: float) -> None:
         self.num_steps += 1
         weight = max(VARIANCE_WEIGHT, 1.0 / self.num_steps)
-        counts = np.bincount(np.maximum(committed, 1), minlength=len(self.committed)) / len(
-            committed
-        )
-        before = np.pad(self.committed, (0, len(counts) - len(self.committed)))
-        self.committed = before + weight * (counts - before)
+        counts = np.bincount(np.maximum(committed, 1), minlength=len(self.committed))
+        shares = counts * (weight / len(committed))
+        shares[: len(self.committed)] += (1.0 - weight) * self.committed
+        self.committed = shares
         deviation = step_s / self.step_s - 1.0 if self.step_s else 0.0
         self.step_variance += weight * (deviation**2 - self.step_variance)
 

@@ -120,7 +120,7 @@ def test_joined_linear_layers(packed, dtype):
     context.set_linear(3, weights)
     for num_tokens in (1, 3, 17, 40, 700):
         x = torch.randn(1, num_tokens, 64, dtype=dtype)
-        out = torch.ops.hf_slospec.linear(x, context.tensor, 3, 168)
+        out = torch.ops.hf_slospec.context_linear(x, context.tensor, 3, 168)
         expected = torch.nn.functional.linear(x.float(), torch.cat(plain).float())
         torch.testing.assert_close(
             out.float(), expected, rtol=1e-2, atol=1e-4 if dtype == torch.float32 else 0.2
@@ -141,7 +141,7 @@ def test_joined_quantised_layers(dtype):
     weight = torch.cat([matrix.dequantised() for matrix in matrices])
     for num_tokens in (1, 2, 9, 70):
         x = torch.randn(1, num_tokens, 96, dtype=dtype)
-        out = torch.ops.hf_slospec.linear(x, context.tensor, 0, 144)
+        out = torch.ops.hf_slospec.context_linear(x, context.tensor, 0, 144)
         close = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=2e-2, atol=0.1)
         torch.testing.assert_close(out.float(), x.float() @ weight.T, **close)
         parts = [matrix(x) for matrix in matrices]
@@ -159,7 +159,7 @@ def test_padding_of_a_single_token_is_not_multiplied(packs):
     def outputs(spans):
         made = case(spans, 1, 8, 8, torch.float32)
         torch.ops.hf_slospec.set_plan(context._id, *plan_for_operators(made.row))
-        return torch.ops.hf_slospec.linear(x, context.tensor, 0, 32)[0]
+        return torch.ops.hf_slospec.context_linear(x, context.tensor, 0, 32)[0]
 
     out = outputs([(7, 1, ROOT)])
     torch.testing.assert_close(out, (x[0, :1] @ weight.T).expand(2, -1), rtol=1e-5, atol=1e-5)
@@ -208,9 +208,9 @@ def test_operators_refuse_wrong_sizes_and_contexts():
     context = operators.Context()
     context.set_linear(0, [torch.randn(8, 4)])
     with pytest.raises(RuntimeError, match="has 8 outputs, not 9"):
-        torch.ops.hf_slospec.linear(torch.randn(2, 4), context.tensor, 0, 9)
+        torch.ops.hf_slospec.context_linear(torch.randn(2, 4), context.tensor, 0, 9)
     with pytest.raises(RuntimeError, match="no context -1"):
-        torch.ops.hf_slospec.linear(torch.randn(2, 4), torch.tensor([-1]), 0, 8)
+        torch.ops.hf_slospec.context_linear(torch.randn(2, 4), torch.tensor([-1]), 0, 8)
 
 
 def test_contexts_are_freed():
@@ -218,7 +218,7 @@ def test_contexts_are_freed():
     tensor = context.tensor
     del context
     with pytest.raises(RuntimeError, match="no context"):
-        torch.ops.hf_slospec.linear(torch.randn(2, 4), tensor, 0, 8)
+        torch.ops.hf_slospec.context_linear(torch.randn(2, 4), tensor, 0, 8)
 
 
 def test_the_library_leaves_denormal_numbers_alone():
