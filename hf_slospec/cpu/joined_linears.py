@@ -121,7 +121,10 @@ def join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[st
     graph = program.graph_module.graph
     by_input = defaultdict[Any, list[Any]](list)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.hf_slospec.context_linear.default:
+        if (
+            node.op == "call_function"
+            and node.target is torch.ops.hf_slospec.context_linear.default
+        ):
             by_input[node.args[0]].append(node)
     linears = list[list[str]]()
     for node in graph.nodes:
