@@ -4,12 +4,39 @@ available before the tokens are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 # Bytes of cached noise. Noise beyond this is drawn again from the generator's saved state.
 MAX_NOISE_BYTES = 2**28
+# Fills a contiguous tensor with Exp(1) noise, and advances the generator
+DrawNoise = Callable[[torch.Tensor, torch.Generator], object]
+
+
+def _draw_by_torch(noise: torch.Tensor, generator: torch.Generator) -> None:
+    noise.exponential_(1, generator=generator)
+
+
+_draw_on_cpu: DrawNoise = _draw_by_torch  # in fp32
+
+
+def draw_noise_by(draw: DrawNoise) -> None:
+    """Draw fp32 noise on CPUs with a function, if it passes a trial: noise and the generator's
+    state must have the same bits as those of ``Tensor.exponential_``, which is slow there.
+    """
+    global _draw_on_cpu
+    if _draw_on_cpu is draw:
+        return
+    generators = [torch.Generator("cpu").manual_seed(1) for _ in range(2)]
+    for size in (1, 1000, 313):
+        expected, drawn = torch.empty(2, size, dtype=torch.float32, device="cpu")
+        expected.exponential_(1, generator=generators[0])
+        draw(drawn, generators[1])
+        states = [generator.get_state() for generator in generators]
+        if not torch.equal(expected, drawn) or not torch.equal(*states):
+            return
+    _draw_on_cpu = draw
 
 
 class GeneratorNoise:
@@ -95,7 +122,10 @@ class GeneratorNoise:
         if position not in self._cached:
             generator = torch.Generator(self.device).set_state(self._states[position])
             noise = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            self._cached[position] = noise.exponential_(1, generator=generator)
+            is_fp32_on_cpu = noise.is_cpu and noise.dtype == torch.float32
+            draw = _draw_on_cpu if is_fp32_on_cpu else _draw_by_torch
+            draw(noise, generator)
+            self._cached[position] = noise
             self._states.setdefault(position + 1, generator.get_state())
             if len(self._cached) > self.max_positions:
                 del self._cached[next(iter(self._cached))]

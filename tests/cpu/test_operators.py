@@ -4,6 +4,7 @@ torch's.
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.operators import plan_for_operators
 from hf_slospec.cpu.quantised import Codes, PackedMatrix, dense
+from hf_slospec.model import noise as noise_module
 from hf_slospec.model.batch import AttentionRules
 from tests.support.breadth import quick_or
 from tests.support.oracles.attention_rows import (
@@ -244,3 +246,34 @@ def test_the_cpp_compiler_ends_with_the_process_that_started_it(tmp_path):
         parent.kill()
     while Path(f"/proc/{int(started.read_text())}").exists():
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("seed", range(quick_or(3, 50)))
+def test_noise_has_the_bits_of_torch(seed):
+    """Also where numbers are drawn in between, and the generator is left in the same state."""
+    sizes = random.Random(seed).choices((1, 2, 311, 312, 1024, 49152, 151_936), k=20)
+    generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
+    for size in sizes:
+        expected = torch.empty(2, size).exponential_(1, generator=generators[0])
+        noise = torch.empty(2, size)
+        torch.ops.hf_slospec.exponential_(noise, generators[1])
+        assert torch.equal(noise.view(torch.int32), expected.view(torch.int32))
+        between = [torch.rand(3, generator=generator) for generator in generators]
+        assert torch.equal(*between)
+        assert torch.equal(*[generator.get_state() for generator in generators])
+
+
+@pytest.mark.parametrize("fault", ["noise", "state"])
+def test_noise_with_other_bits_is_not_used(monkeypatch, fault):
+    def draw(noise, generator):
+        noise.exponential_(1, generator=generator)
+        if fault == "state":
+            torch.rand(1, generator=generator)
+        else:
+            noise[-1] = noise[-1].nextafter(torch.tensor(9.0))
+
+    monkeypatch.setattr(noise_module, "_draw_on_cpu", noise_module._draw_by_torch)
+    noise_module.draw_noise_by(draw)
+    assert noise_module._draw_on_cpu is noise_module._draw_by_torch
+    noise_module.draw_noise_by(torch.ops.hf_slospec.exponential_)
+    assert noise_module._draw_on_cpu is torch.ops.hf_slospec.exponential_
