@@ -1,10 +1,13 @@
-// Exp(1) noise with the bits that Tensor.exponential_ of torch draws from the same generator on a CPU, where one number after
-// the other takes six times as long.
+// Exp(1) noise with the bits that Tensor.exponential_ of torch draws from the same generator on a CPU, one number after the
+// other, and the tokens that torch.multinomial chooses with it.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <ATen/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -96,9 +99,50 @@ void exponential_(at::Tensor out, const std::optional<at::Generator>& given) {
   generator->set_engine(drawn);
 }
 
+// Returns the first index of the largest probs / noise in each row, [num_rows]; -1 if a probability is not finite. Numbers that
+// are not negative are in the order of their bits, and NaN is above all of them.
+at::Tensor choose(const at::Tensor& probs, at::TensorList noise) {
+  TORCH_CHECK(probs.is_contiguous() && probs.dim() == 2 && probs.size(0) == int64_t(noise.size()), "noise of each row is needed");
+  const int64_t num_rows = probs.size(0), size = probs.size(1);
+  std::vector<const float*> factors;
+  for (const auto& row : noise) {
+    TORCH_CHECK(row.is_contiguous() && row.numel() == size, "noise of a row has ", row.sizes(), ", not ", size);
+    factors.push_back(row.const_data_ptr<float>());
+  }
+  auto chosen = at::empty({num_rows}, probs.options().dtype(at::kLong));
+  int64_t* to = chosen.mutable_data_ptr<int64_t>();
+  const float* rows = probs.const_data_ptr<float>();
+  constexpr uint32_t INFINITE = 0x7F800000;
+  constexpr int64_t CHUNK = 512;
+  at::parallel_for(0, num_rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float *p = rows + row * size, *q = factors[row];
+      uint32_t largest = 0, largest_prob = 0;
+      int64_t index = 0;
+      for (int64_t first = 0; first < size; first += CHUNK) {
+        uint32_t ratios[CHUNK], probs_bits[CHUNK], top = 0;
+        const int64_t n = std::min(CHUNK, size - first);
+        for (int64_t i = 0; i < n; ++i) {
+          const float ratio = p[first + i] / q[first + i];
+          std::memcpy(&ratios[i], &ratio, sizeof ratio);
+          std::memcpy(&probs_bits[i], &p[first + i], sizeof ratio);
+          top = std::max(top, ratios[i]);
+          largest_prob = std::max(largest_prob, probs_bits[i]);
+        }
+        if (first && top <= largest) continue;
+        largest = top;
+        index = first + (std::find(ratios, ratios + n, top) - ratios);
+      }
+      to[row] = largest_prob < INFINITE ? index : -1;
+    }
+  });
+  return chosen;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(hf_slospec, library) {
   library.def("exponential_(Tensor(a!) out, Generator? generator) -> ()", exponential_);
+  library.def("choose(Tensor probs, Tensor[] noise) -> Tensor", choose);
 }
 }  // namespace hf_slospec

@@ -23,7 +23,7 @@ from hf_slospec.forks import Lock
 from hf_slospec.model.batch import PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import cpu_info, kept_file
-from hf_slospec.model.noise import draw_noise_by
+from hf_slospec.model.noise import use_operators
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / name for name in ("packed.cpp", "operators.cpp", "noise.cpp")]
@@ -175,7 +175,7 @@ def load() -> None:
     with _loading:
         ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)  # pieces need its symbols
         torch.ops.load_library(library_path())
-        draw_noise_by(torch.ops.hf_slospec.exponential_)
+        use_operators(torch.ops.hf_slospec)
 
 
 def why_unsupported() -> str | None:

@@ -17,7 +17,6 @@ from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.past_answers import END, PastAnswers
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import ROOT, TokenTree
 
@@ -37,15 +36,10 @@ def prob_given_noise(request: Request, proposed: Sequence[Collection[int]]) -> P
     """
     if request.noise is None or not proposed:
         return lambda prob, depth, token: prob
-    places, picked = [], []
-    for depth, tokens in enumerate(proposed, 1):
-        noise = request.noise.after(depth - 1)
-        # The logits' vocabulary is smaller than the embeddings' in some models.
-        known = [token for token in sorted(tokens) if token < len(noise)]
-        places += [(depth, token) for token in known]
-        index = torch.tensor(known, dtype=torch.int64, device="cpu")
-        picked.append(noise[to_device(index, noise.device)])
-    by_place = dict(zip(places, torch.cat(picked).tolist(), strict=True))
+    levels = [sorted(tokens) for tokens in proposed]
+    noise = [request.noise.after(depth, tokens) for depth, tokens in enumerate(levels)]
+    places = [(depth, token) for depth, tokens in enumerate(levels, 1) for token in tokens]
+    by_place = dict(zip(places, torch.cat(noise).tolist(), strict=True))
 
     def given(prob: float, depth: int, token: int) -> float:
         if prob <= 0.0:

@@ -55,11 +55,11 @@ class Coupling:
         # Drafts of requests with equal keys can go through the processors in one call.
         self.key: Hashable = settings if is_plain and not reads_text else id(self)
 
-    def after(self, depth: int) -> torch.Tensor:
-        """Return a copy of the noise that will choose the token after a node at this depth.  ->
-        [vocab] f32
+    def after(self, depth: int, tokens: Sequence[int] | None = None) -> torch.Tensor:
+        """Return a copy of the noise of the token after a node at this depth; see
+        :meth:`StockSampler.noise_after`.  -> [vocab or number of tokens] f32
         """
-        return self.sampler.noise_after([self._request], depth)[0]
+        return self.sampler.noise_after([self._request], depth, tokens)[0]
 
     def processed(self, scores: torch.Tensor, paths: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Apply the target's processors to the draft's scores of one request.

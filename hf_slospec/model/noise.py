@@ -4,39 +4,71 @@ available before the tokens are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 # Bytes of cached noise. Noise beyond this is drawn again from the generator's saved state.
 MAX_NOISE_BYTES = 2**28
-# Fills a contiguous tensor with Exp(1) noise, and advances the generator
-DrawNoise = Callable[[torch.Tensor, torch.Generator], object]
 
 
-def _draw_by_torch(noise: torch.Tensor, generator: torch.Generator) -> None:
-    noise.exponential_(1, generator=generator)
+class NoiseOperators(Protocol):
+    """Computations with noise in fp32 on CPUs."""
+
+    def exponential_(self, noise: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill a contiguous tensor with Exp(1) noise, and advance the generator."""
+
+    def choose(self, probs: torch.Tensor, noise: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the token with the highest ratio of probability to noise in each row; -1 for rows
+        with probabilities that are not finite.  -> [num_rows] int64
+
+        Args:
+            probs: [num_rows, vocab].
+            noise: [vocab] of each row.
+        """
 
 
-_draw_on_cpu: DrawNoise = _draw_by_torch  # in fp32
+class TorchOperators(NoiseOperators):
+    """The computations of ``torch.multinomial``."""
+
+    def exponential_(self, noise: torch.Tensor, generator: torch.Generator) -> None:
+        noise.exponential_(1, generator=generator)
+
+    def choose(self, probs: torch.Tensor, noise: Sequence[torch.Tensor]) -> torch.Tensor:
+        tokens = (probs / torch.stack(list(noise))).argmax(-1)
+        return torch.where(torch.isfinite(probs).all(-1), tokens, -1)
 
 
-def draw_noise_by(draw: DrawNoise) -> None:
-    """Draw fp32 noise on CPUs with a function, if it passes a trial: noise and the generator's
-    state must have the same bits as those of ``Tensor.exponential_``, which is slow there.
+BY_TORCH = TorchOperators()
+_on_cpus: NoiseOperators = BY_TORCH
+
+
+def operators_for(tensor: torch.Tensor) -> NoiseOperators:
+    """Return the operators for noise or probabilities of a tensor's device and dtype."""
+    return _on_cpus if tensor.is_cpu and tensor.dtype == torch.float32 else BY_TORCH
+
+
+def use_operators(operators: NoiseOperators) -> None:
+    """Replace the operators on CPUs, where torch draws one number after the other, if these pass a
+    trial: all results must have the same bits, and the generator the same state.
     """
-    global _draw_on_cpu
-    if _draw_on_cpu is draw:
-        return
-    generators = [torch.Generator("cpu").manual_seed(1) for _ in range(2)]
-    for size in (1, 1000, 313):
-        expected, drawn = torch.empty(2, size, dtype=torch.float32, device="cpu")
-        expected.exponential_(1, generator=generators[0])
-        draw(drawn, generators[1])
-        states = [generator.get_state() for generator in generators]
-        if not torch.equal(expected, drawn) or not torch.equal(*states):
-            return
-    _draw_on_cpu = draw
+    global _on_cpus
+    if operators is not _on_cpus and _passes_trial(operators):
+        _on_cpus = operators
+
+
+def _passes_trial(operators: NoiseOperators) -> bool:
+    results = []
+    for each in BY_TORCH, operators:
+        generator = torch.Generator("cpu").manual_seed(1)
+        noise = torch.empty(3, 1100, dtype=torch.float32, device="cpu")
+        for rows in noise, noise[1:], noise[:, :313].clone():
+            each.exponential_(rows, generator)
+        probs = torch.empty_like(noise).exponential_(1, generator=generator).softmax(-1)
+        probs[1, 7] = torch.nan
+        results.append((noise, generator.get_state(), each.choose(probs, noise.unbind())))
+    return all(map(torch.equal, *results))
 
 
 class GeneratorNoise:
@@ -72,8 +104,8 @@ class GeneratorNoise:
         # Position -> noise [batch, vocab] f32, oldest draw first.
         self._cached: dict[int, torch.Tensor] = {}
 
-    def rows(self, wanted: Sequence[tuple[int, int]], is_drawn: bool = True) -> torch.Tensor:
-        """Return a copy of the noise that decides tokens.
+    def rows(self, wanted: Sequence[tuple[int, int]], is_drawn: bool = True) -> list[torch.Tensor]:
+        """Return the noise that decides tokens, which must not be changed.
 
         Args:
             wanted: position (0: the first new token) and row of each token.
@@ -82,7 +114,7 @@ class GeneratorNoise:
                 code draws from the generator in between.
 
         Returns:
-            [len(wanted), vocab] f32.
+            [vocab] f32 for each of ``wanted``.
         """
         by_position: dict[int, list[int]] = {}
         for index, (position, _) in enumerate(wanted):
@@ -95,7 +127,7 @@ class GeneratorNoise:
                 row = noise[wanted[index][1]]
                 # A view would keep the noise of all rows in memory.
                 rows[index] = row if fits else row.clone()
-        return torch.stack([rows[index] for index in range(len(wanted))])
+        return [rows[index] for index in range(len(wanted))]
 
     def _drawn(self, position: int) -> torch.Tensor:
         """Return the noise of a position, and advance the generator past it.  -> [batch, vocab] f32"""
@@ -122,9 +154,7 @@ class GeneratorNoise:
         if position not in self._cached:
             generator = torch.Generator(self.device).set_state(self._states[position])
             noise = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            is_fp32_on_cpu = noise.is_cpu and noise.dtype == torch.float32
-            draw = _draw_on_cpu if is_fp32_on_cpu else _draw_by_torch
-            draw(noise, generator)
+            operators_for(noise).exponential_(noise, generator)
             self._cached[position] = noise
             self._states.setdefault(position + 1, generator.get_state())
             if len(self._cached) > self.max_positions:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hf_slospec.engine.interfaces import Chooser
 from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
 from hf_slospec.model.memory import is_out_of_memory
-from hf_slospec.model.noise import GeneratorNoise
+from hf_slospec.model.noise import GeneratorNoise, operators_for
 from hf_slospec.model.record import Record
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
@@ -245,15 +245,36 @@ class StockSampler:
     def _laid_out(self, request: Request, tokens: Sequence[int]) -> list[int]:
         return [*self.prompts[request.params.row], *tokens[request.prompt_len :]]
 
-    def noise_after(self, requests: Sequence[Request], depth: int) -> torch.Tensor:
-        """Return a copy of the noise that will choose tokens after nodes at this depth.  ->
-        [num_requests, vocab] f32
+    def noise_after(
+        self, requests: Sequence[Request], depth: int, tokens: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Return a copy of the noise that will choose tokens after nodes at this depth.
 
         The requests must have emitted a token, as the first choice tells the size of the
-        vocabulary."""
+        vocabulary.
+
+        Args:
+            requests: sampled requests.
+            depth: depth of the nodes.
+            tokens: the tokens whose noise is wanted, infinite for those that the target has no
+                logits of; None: all.
+
+        Returns:
+            [num_requests, vocab or number of tokens] f32.
+        """
         assert self._noise is not None, "the noise of a request is known from its first token on"
         wanted = [(request.num_emitted + depth, request.params.row) for request in requests]
-        return self._noise.rows(wanted, is_drawn=False)
+        rows = self._noise.rows(wanted, is_drawn=False)
+        if tokens is None:
+            return torch.stack(rows)
+        size = self._noise.shape[1]
+        index = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        picked = torch.stack(
+            [row[to_device(index.clamp(max=size - 1), row.device)] for row in rows]
+        )
+        if max(tokens, default=0) >= size:
+            picked[:, to_device(index >= size, picked.device)] = torch.inf
+        return picked
 
     def _drawn(
         self, scores: torch.Tensor, positions_and_rows: Sequence[tuple[int, int]]
@@ -269,8 +290,7 @@ class StockSampler:
         self._noise = self._noise or GeneratorNoise(
             len(self.prompts), probs, self.seed, self.sharing
         )
-        tokens = (probs / self._noise.rows(positions_and_rows)).argmax(-1)
-        return torch.where(torch.isfinite(probs).all(-1), tokens, -1)
+        return operators_for(probs).choose(probs, self._noise.rows(positions_and_rows))
 
     def end(self, num_positions: int) -> None:
         """Set the global generator to its state after ``generate`` has drawn ``num_positions``

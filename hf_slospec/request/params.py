@@ -31,15 +31,17 @@ class Noise(Protocol):
     their proposals by it.
     """
 
-    def after(self, depth: int) -> Any:
-        """Return the noise of the token after a draft node at this depth (root: 0).
+    def after(self, depth: int, tokens: Sequence[int] | None = None) -> Any:
+        """Return the noise of the token after a draft node at this depth (root: 0): of all tokens,
+        or of those that are given.
 
         The noise is Exp(1): the target takes the token with the highest ``probability / noise``.
         Let the target choose a token with probability p; once the token's noise q is known, that
         probability is exp(-q (1 - p) / p).
 
         Returns:
-            [vocab] f32 tensor.
+            [vocab] or [number of tokens] f32 tensor; infinite for tokens that the target cannot
+            choose.
         """
 
 

@@ -263,17 +263,39 @@ def test_noise_has_the_bits_of_torch(seed):
         assert torch.equal(*[generator.get_state() for generator in generators])
 
 
-@pytest.mark.parametrize("fault", ["noise", "state"])
-def test_noise_with_other_bits_is_not_used(monkeypatch, fault):
-    def draw(noise, generator):
-        noise.exponential_(1, generator=generator)
-        if fault == "state":
-            torch.rand(1, generator=generator)
-        else:
-            noise[-1] = noise[-1].nextafter(torch.tensor(9.0))
+@pytest.mark.parametrize("fault", [None, "noise", "state", "token"])
+def test_operators_with_other_bits_are_not_used(monkeypatch, fault):
+    class Operators(noise_module.TorchOperators):
+        def exponential_(self, noise, generator):
+            super().exponential_(noise, generator)
+            if fault == "state":
+                torch.rand(1, generator=generator)
+            if fault == "noise":
+                noise[-1, -1] = noise[-1, -1].nextafter(torch.tensor(9.0))
 
-    monkeypatch.setattr(noise_module, "_draw_on_cpu", noise_module._draw_by_torch)
-    noise_module.draw_noise_by(draw)
-    assert noise_module._draw_on_cpu is noise_module._draw_by_torch
-    noise_module.draw_noise_by(torch.ops.hf_slospec.exponential_)
-    assert noise_module._draw_on_cpu is torch.ops.hf_slospec.exponential_
+        def choose(self, probs, noise):
+            return super().choose(probs, noise) + (fault == "token")
+
+    monkeypatch.setattr(noise_module, "_on_cpus", noise_module.BY_TORCH)
+    operators = Operators()
+    noise_module.use_operators(operators)
+    assert noise_module._on_cpus is (noise_module.BY_TORCH if fault else operators)
+    noise_module.use_operators(torch.ops.hf_slospec)
+    assert noise_module._on_cpus is torch.ops.hf_slospec
+
+
+@settings(deadline=None, max_examples=quick_or(30, 300))
+@given(st.integers(1, 5), st.integers(1, 1300), st.integers(0, 2**31), st.booleans())
+def test_tokens_are_those_of_multinomial(num_rows, size, seed, has_ties):
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.randn(num_rows, size, generator=generator).mul(9).softmax(-1)
+    noise = torch.empty(num_rows, size).exponential_(1, generator=generator)
+    if has_ties:
+        probs, noise = probs.mul(8).round().div(8), noise.ceil()
+    torch.manual_seed(seed)
+    chosen = torch.ops.hf_slospec.choose(probs, noise.unbind())
+    assert torch.equal(chosen, (probs / noise).argmax(-1))
+    for value in torch.nan, torch.inf, -torch.nan:
+        probs[0, size // 2] = value
+        chosen = torch.ops.hf_slospec.choose(probs, noise.unbind())
+        assert torch.equal(chosen, noise_module.BY_TORCH.choose(probs, noise.unbind()))

@@ -52,8 +52,8 @@ class KnownNoise:
     def __init__(self, noise):
         self.noise = noise
 
-    def after(self, depth):
-        return self.noise[depth]
+    def after(self, depth, tokens=None):
+        return self.noise[depth] if tokens is None else self.noise[depth][tokens]
 
 
 def test_noise_tells_which_proposals_will_be_drawn():

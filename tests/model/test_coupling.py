@@ -20,10 +20,9 @@ class KnownNoise:
     def __init__(self, num_rows, vocab=VOCAB, seed=3):
         self.noise = GeneratorNoise(num_rows, torch.empty(1, vocab), seed)
 
-    def noise_after(self, requests, depth):
-        return self.noise.rows(
-            [(request.num_emitted + depth, request.index) for request in requests]
-        )
+    def noise_after(self, requests, depth, tokens=None):
+        places = [(request.num_emitted + depth, request.index) for request in requests]
+        return torch.stack(self.noise.rows(places))
 
     def at(self, position, row):
         return self.noise.rows([(position, row)])[0]
@@ -55,7 +54,9 @@ def test_first_child_matches_as_often_as_theory_says(seed):
     target, draft = random_logits(2, VOCAB, seed=seed).softmax(-1)
     sampler = KnownNoise(count, seed=seed)
     ranked = coupled(requests_with(sampler, count), 0, draft.log().expand(count, 1, -1), no_paths)
-    chosen = (target / sampler.noise.rows([(0, row) for row in range(count)])).argmax(-1)
+    chosen = (target / torch.stack(sampler.noise.rows([(0, row) for row in range(count)]))).argmax(
+        -1
+    )
     rate = float((ranked[:, 0].argmax(-1) == chosen).double().mean())
     ratios = torch.maximum(target[None] / target[:, None], draft[None] / draft[:, None])  # [i, j]
     exact = float((1.0 / ratios.sum(1)).sum())
