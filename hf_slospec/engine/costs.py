@@ -337,6 +337,8 @@ class StepCosts:
         num_tokens = step.num_tokens
         profiled_s = self.verify(num_tokens, max(step.num_decoding, 1), step.num_keys)
         measured_s = step.phases.total_s - step.phases.draft_s
+        if step.prefill_tokens:  # the step also admitted requests, and copied K/V of known prompts
+            measured_s -= step.phases.select_s
         if profiled_s > 0.0 and measured_s > 0.0:
             self._verify_correction.observe(num_tokens, profiled_s, measured_s)
             self._replace_wrong("verify", self._verify_correction.overall_log)

@@ -58,9 +58,10 @@ CURVE = tuple(
     for tokens in (1, 4, 16, 64, 6, 32, 18, 8, 2, 36, 128, 256, 512)
 )
 NEEDED = CURVE[:2]  # sizes that are always measured
-# Sizes with more requests, or more cached tokens, than the curve's size of 16 tokens: they give the
-# cost per request and per cached token.
-SLOPES = (Size(16, 4), Size(16, 1, 1024))
+# Sizes with more requests than the curve's size of 16 tokens, and with more cached tokens, too: they
+# give the cost per request and per cached token. A key costs more the more tokens of its request
+# attend to it; four are between plain decoding and large trees.
+SLOPES = (Size(16, 4), Size(16, 4, 3 * KEYS))
 # Sizes that the fit does not use, to evaluate its errors.
 HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))
 WORTHWHILE = 4.0  # factor on the seconds of one token, see CURVE
@@ -95,8 +96,9 @@ class Measured:
         at_16, many, long = (self.seconds.get(size) for size in (Size(16), *SLOPES))
         per_key_s = 0.0
         per_request_s = 0.0
-        if at_16 is not None and long is not None:
-            per_key_s = min(max(long - at_16, 0.0), at_16) / (SLOPES[1].num_keys - KEYS)
+        if many is not None and long is not None:
+            num_more = SLOPES[1].num_keys - SLOPES[0].num_keys
+            per_key_s = min(max(long - many, 0.0), many) / num_more
         if at_16 is not None and many is not None:
             extra_s = many - at_16 - per_key_s * (SLOPES[0].num_keys - KEYS)
             per_request_s = min(
@@ -237,7 +239,7 @@ class Forwards:
 
 MAX_S = 1e4  # maximum seconds of a forward in a valid profile
 MAX_TOKENS = 2**20  # maximum number of tokens of a forward in a valid profile
-VERSION = 7  # file version of profiles; increase it if the file format or the measured sizes change
+VERSION = 8  # file version of profiles; increase it if the file format or the measured sizes change
 
 
 class Profile(BaseModel):
