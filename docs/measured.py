@@ -31,6 +31,9 @@ PRODUCTS = {
     "AMX, bf16 pairs": "products-cpu-2core-amx.json",
     "AVX2 (restricted)": "products-cpu-2core-avx2.json",
 }
+ROLLOUTS = "rollouts-epochs-smollm2-135m-cpu-2core-amx-bf16.json"
+NOISE = "noise-cpu-amx.json"
+SPINNING = "spinning-smollm2-135m-cpu-2core-amx.json"
 GENERATE_BATCH = "generate-batch-smollm2-135m-cpu-2core-amx-bf16.json"
 GPU = "gpu-check-h100-8b-batch1.json", "gpu-check-h100-8b-batches-8-64.json"
 GPU_ALL = "gpu-check-h100-8b.json"  # all methods at batch 1
@@ -384,6 +387,52 @@ def products() -> str:
             lines.append([cpu, dtype, "of the floor, at most", *beside_floor])
             lines.append([cpu, dtype, "faster than libraries by, at least", *beside_others])
     return markdown(" | ".join(("CPU", "dtype", "", *numbers)), lines)
+
+
+@table
+def spinning() -> str:
+    """Milliseconds per token by how long threads spin, alone and beside a busy process."""
+    results = result(SPINNING)["results"]
+    lines = []
+    for count in dict.fromkeys(key.partition(",")[0] for key in results):
+        places = results[f"{count}, alone"], results[f"{count}, beside a busy process"]
+        cells = [f"{place[name]:.0f}" for place in places for name in ("stock_ms", "ours_ms")]
+        lines.append([count if count == "default" else f"{int(count):,}", *cells])
+    header = (
+        "`GOMP_SPINCOUNT` | stock alone | ours alone | stock beside a busy process | ours beside it"
+    )
+    return markdown(header, lines)
+
+
+@table
+def noise() -> str:
+    """Milliseconds of the noise and the choice of sampled tokens."""
+    content = result(NOISE)
+    lines = [
+        [f"{int(vocab):,}", name, *(f"{ms:.2f}" for ms in found.values())]
+        for vocab, steps in content["results"].items()
+        for name, found in steps.items()
+    ]
+    return markdown("vocabulary | | torch, ms | hf_slospec, ms", lines)
+
+
+@table
+def rollouts() -> str:
+    """Speeds of rollouts by epoch, and their ratios to other ways."""
+    lines = []
+    for epoch, systems in result(ROLLOUTS)["epochs"].items():
+        for name, found in systems.items():
+            ratios = [
+                ratio(found.get(f"of {other}"))
+                for other in (f"{OURS}, no drafts", "stock generate_batch", "stock generate")
+            ]
+            committed = two_digits(found.get("tokens_per_step"))
+            lines.append([epoch, name, f"{found['tokens_per_s']:.0f}", committed, *ratios])
+    header = (
+        "epoch | | tokens/s | tokens per step | of no drafts | of stock `generate_batch` | "
+        "of stock `generate`"
+    )
+    return markdown(header, lines)
 
 
 @table

@@ -277,6 +277,18 @@ def test_steps_without_drafting_or_time_teach_nothing_about_it():
     assert costs.draft_s(2, 3, 2) == 0.0  # drafting without a model is profiled as free
 
 
+def test_admission_is_no_part_of_a_forwards_time():
+    """A step with prompts copies the K/V of those that are known."""
+    costs = StepCosts(of_tokens((1, 100), (1.0, 1.0)), of_tokens((1, 100), (1.0, 1.0)))
+    for prefill in (0, 8):
+        copying = PhaseTimes(draft_s=0.0, select_s=3.0, verify_s=1.0)
+        for _ in range(20):
+            costs.observe(step(copying, prefill=prefill, levels=0, nodes=(1,) * (8 - prefill)))
+        expected = 1.0 if prefill else 4.0
+        assert costs.verify_s(8) == pytest.approx(expected, rel=0.1)
+        costs = StepCosts(costs.verify, costs.draft_level)
+
+
 def test_long_stretches_to_catch_up_with_teach_nothing():
     costs = StepCosts(
         verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1, 2), (1.0, 2.0))
