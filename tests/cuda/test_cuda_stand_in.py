@@ -179,6 +179,7 @@ def test_packed_forwards_on_cuda_disable_cudnn_attention(monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
+@pytest.mark.nightly  # the interpreter takes half a minute
 def test_exact_self_is_independent_of_the_batch(monkeypatch):
     monkeypatch.setattr(exact_trial, "PROMPTS", (3, 2))
     monkeypatch.setattr(exact_trial, "DEPTH", 1)

@@ -21,7 +21,7 @@ ALWAYS = SLOSpecConfig(policy="fixed", max_depth=quick_or(2, 4), max_width=2, ch
 @pytest.mark.parametrize(
     ("options", "drafter", "max_tokens", "batch"),
     [
-        (GREEDY, "suffix", 505, 1),
+        pytest.param(GREEDY, "suffix", 505, 1, marks=pytest.mark.nightly),
         pytest.param(SAMPLED, "lookup", 560, 2, marks=pytest.mark.nightly),
     ],
     ids=["crossed while decoding", "crossed before by one row of two"],
