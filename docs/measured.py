@@ -31,6 +31,7 @@ PRODUCTS = {
     "AMX, bf16 pairs": "products-cpu-2core-amx.json",
     "AVX2 (restricted)": "products-cpu-2core-avx2.json",
 }
+VERSUS = "versus-smollm2-135m-cpu-2core-amx-bf16.json"
 ROLLOUTS = "rollouts-epochs-smollm2-135m-cpu-2core-amx-bf16.json"
 NOISE = "noise-cpu-amx.json"
 SPINNING = "spinning-smollm2-135m-cpu-2core-amx.json"
@@ -414,6 +415,27 @@ def noise() -> str:
         for name, found in steps.items()
     ]
     return markdown("vocabulary | | torch, ms | hf_slospec, ms", lines)
+
+
+@table
+def versus() -> str:
+    """Servers under the same arrivals."""
+    lines = []
+    for rate, servers in result(VERSUS)["results"].items():
+        for server, found in servers.items():
+            attained = found["attained"]
+            medians = [found["classes"][name] for name in ("code", "chat", "summary")]
+            cells = [f"{1000 * own['tpot_s'][0]:.0f}" if own["tpot_s"] else "" for own in medians]
+            share = "{mean:.0f} ({low:.0f}-{high:.0f})".format(
+                **{key: 100 * value for key, value in attained.items()}
+            )
+            goodput = f"{found['goodput']['mean']:.0f}"
+            lines.append([rate, server, share, goodput, f"{found['tokens_per_s']:.0f}", *cells])
+    header = (
+        "requests/s | server | attained, % | goodput, tokens/s | tokens/s | "
+        "median TPOT: code, ms | chat | summary"
+    )
+    return markdown(header, lines)
 
 
 @table
