@@ -7,47 +7,42 @@ Both have the same bits. Run it on a machine with nothing else to do."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
+from benchmarks.products import seconds
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.cli.options import write_results
 from hf_slospec.cpu import operators
 from hf_slospec.model.noise import BY_TORCH
 
-VOCABULARIES = 49_152, 151_936  # of SmolLM2 and of Qwen3
-REPEATS = 50
+VOCABULARIES = 49_152, 151_936  # sizes of SmolLM2's and Qwen3's
+ROUNDS = 50
 
 
 def measure(rows: int, vocab: int) -> dict[str, dict[str, float]]:
-    """Return median milliseconds of each operator by who computes it, in turns."""
+    """Return milliseconds of each operator in its fastest round by who computes it, in turns."""
     generator = torch.Generator().manual_seed(1)
     noise = torch.empty(rows, vocab)
     probs = torch.randn(rows, vocab, generator=generator).softmax(-1)
-    functions = {
-        (name, system): call
-        for system, each in (("torch", BY_TORCH), ("hf_slospec", torch.ops.hf_slospec))
-        for name, call in (
-            ("draw", partial(each.exponential_, noise, generator)),
-            ("choose", partial(each.choose, probs, noise.unbind())),
-        )
+    systems = {"torch": BY_TORCH, "hf_slospec": torch.ops.hf_slospec}
+    functions: dict[str, dict[str, list[Callable[[], Any]]]] = {
+        "draw": {
+            name: [partial(each.exponential_, noise, generator)] for name, each in systems.items()
+        },
+        "choose": {
+            name: [partial(each.choose, probs, noise.unbind())] for name, each in systems.items()
+        },
     }
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in functions}
-    for _ in range(REPEATS):
-        for key, call in functions.items():
-            begun_s = time.perf_counter()
-            call()
-            seconds[key].append(time.perf_counter() - begun_s)
-    found: dict[str, dict[str, float]] = {}
-    for (name, system), values in seconds.items():
-        found.setdefault(name, {})[system] = round(1000 * median(values), 4)
-    return found
+    return {
+        name: {system: round(1000 * s, 4) for system, s in seconds(calls, ROUNDS).items()}
+        for name, calls in functions.items()
+    }
 
 
 def main(

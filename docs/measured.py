@@ -408,10 +408,9 @@ def spinning() -> str:
 @table
 def noise() -> str:
     """Milliseconds of the noise and the choice of sampled tokens."""
-    content = result(NOISE)
     lines = [
         [f"{int(vocab):,}", name, *(f"{ms:.2f}" for ms in found.values())]
-        for vocab, steps in content["results"].items()
+        for vocab, steps in result(NOISE)["results"].items()
         for name, found in steps.items()
     ]
     return markdown("vocabulary | | torch, ms | hf_slospec, ms", lines)

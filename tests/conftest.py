@@ -28,7 +28,7 @@ from hypothesis import settings
 
 # How long an example takes says nothing on a shared machine. Every run draws others.
 settings.register_profile(
-    "untimed", deadline=None, max_examples=100 if "EXHAUSTIVE" in os.environ else 30
+    "untimed", deadline=None, max_examples=100 if "EXHAUSTIVE" in os.environ else 40
 )
 settings.register_profile(
     "fuzz", deadline=None, print_blob=True, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1))

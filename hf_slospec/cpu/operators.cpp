@@ -28,10 +28,7 @@ struct Weight {
 };
 
 // Weights of linear layers with the same input, whose outputs are joined.
-struct Linear {
-  std::vector<Weight> weights;
-  std::vector<const Packed*> packed;  // of all weights; empty if some are not packed
-};
+using Linear = std::vector<Weight>;
 
 struct Layer {
   Tensor keys, values;  // [num_slots, num_kv_heads, dim]
@@ -168,7 +165,7 @@ std::shared_ptr<Packed> packed_of(int64_t id) {
 }
 
 Tensor packed_product_of(const Tensor& x, int64_t id, const std::optional<Tensor>& bias) {
-  return packed_product(x, {packed_of(id).get()}, bias, x.numel() / x.size(-1));
+  return packed_product(x, {packed_of(id).get()}, bias);
 }
 
 Tensor packed_rows_of(const Tensor& indices, int64_t id) { return packed_rows(indices, *packed_of(id)); }
@@ -177,12 +174,8 @@ Tensor packed_rows_of(const Tensor& indices, int64_t id) { return packed_rows(in
 void set_linear(int64_t id, int64_t index, at::IntArrayRef packed, at::TensorList plain) {
   Linear linear;
   auto next = plain.begin();
-  for (const int64_t each : packed) linear.weights.push_back(each ? Weight{packed_of(each), {}} : Weight{nullptr, *next++});
-  if (next == plain.begin())
-    for (const auto& weight : linear.weights) linear.packed.push_back(weight.packed.get());
-  auto& linears = context_of(id)->linears;
-  if (index >= int64_t(linears.size())) linears.resize(index + 1);
-  linears[index] = std::move(linear);
+  for (const int64_t each : packed) linear.push_back(each ? Weight{packed_of(each), {}} : Weight{nullptr, *next++});
+  linear_at(id, index) = std::move(linear);
 }
 
 // Returns rows of a context's packed weight: [..., width].
@@ -190,7 +183,7 @@ Tensor embedding(const Tensor& indices, const Tensor& id, int64_t index, int64_t
   const auto context = context_of(id);
   auto sizes = indices.sizes().vec();
   sizes.push_back(width);
-  return packed_rows(indices, *context->linears.at(index_in(id, index)).packed.at(0)).to(dtype).view(sizes);
+  return packed_rows(indices, *context->linears.at(index_in(id, index)).at(0).packed).to(dtype).view(sizes);
 }
 
 // Number of tokens to which a step of one token is padded, as graphs take no fewer; see cpu/twin.py.
@@ -199,16 +192,19 @@ constexpr int64_t MIN_SIZE = 2;
 Tensor linear(const Tensor& x, const Tensor& id, int64_t index, int64_t outputs) {
   const auto context = context_of(id);
   const auto& linear = context->linears.at(index_in(id, index));
-  const int64_t num_rows = x.numel() / x.size(-1);
-  const bool is_padded = context->plan.positions.numel() == 1 && x.size(-2) == MIN_SIZE && num_rows == MIN_SIZE;
+  const bool is_padded = context->plan.positions.numel() == 1 && x.size(-2) == MIN_SIZE &&
+                         x.numel() / x.size(-1) == MIN_SIZE;
+  std::vector<const Packed*> packed;
+  for (const auto& weight : linear)
+    if (weight.packed) packed.push_back(weight.packed.get());
   Tensor joined;
-  if (!linear.packed.empty()) {
-    joined = packed_product(x, linear.packed, std::nullopt, is_padded ? 1 : num_rows);
+  if (packed.size() == linear.size()) {
+    joined = packed_product(x, packed, std::nullopt, is_padded);
   } else {
     const Tensor rows = is_padded ? x.narrow(-2, 0, 1) : x;
     std::vector<Tensor> out;
-    for (const auto& weight : linear.weights)
-      out.push_back(weight.packed ? packed_product(rows, {weight.packed.get()}, std::nullopt, rows.numel() / rows.size(-1))
+    for (const auto& weight : linear)
+      out.push_back(weight.packed ? packed_product(rows, {weight.packed.get()}, std::nullopt)
                                   : at::linear(rows, weight.plain));
     joined = at::cat(out, -1);
     if (is_padded) joined = at::cat({joined, joined}, -2);

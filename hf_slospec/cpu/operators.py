@@ -173,8 +173,7 @@ def load() -> None:
         OSError: the library is missing, or cannot be loaded.
     """
     with _loading:
-        ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)  # pieces need its symbols
-        torch.ops.load_library(library_path())
+        ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)  # pieces call its functions
         use_operators(torch.ops.hf_slospec)
 
 

@@ -653,11 +653,11 @@ void with_code(int64_t code, F function) {
 template <typename T>
 constexpr int DENSE = std::is_same_v<T, float> ? FP32 : std::is_same_v<T, at::Half> ? FP16 : BF16;
 
-// Returns x @ weight.T + bias, [..., outputs] in the input's dtype, for weights that are joined by their outputs. Rows from
-// num_rows on are copies of the first.
+// Returns x @ weight.T + bias, [..., outputs] in the input's dtype, for weights that are joined by their outputs. With
+// `is_padded`, the first row is computed and the others are copies of it.
 Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights, const std::optional<Tensor>& bias,
-                      int64_t num_rows) {
-  const int64_t inputs = x.size(-1);
+                      bool is_padded) {
+  const int64_t inputs = x.size(-1), num_rows = is_padded ? 1 : x.numel() / inputs;
   int64_t outputs = 0, num_blocks = 0;
   std::vector<Tensor> sums;
   for (const auto* weight : weights) {

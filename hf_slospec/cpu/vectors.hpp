@@ -29,7 +29,7 @@ std::shared_ptr<Packed> make_packed(int64_t code, int64_t zero, int64_t outputs,
                                     const std::optional<Tensor>& scales, const std::optional<Tensor>& steps,
                                     const std::optional<Tensor>& minima, const std::optional<Tensor>& min_steps);
 Tensor packed_product(const Tensor& x, const std::vector<const Packed*>& weights, const std::optional<Tensor>& bias,
-                      int64_t num_rows);
+                      bool is_padded = false);
 Tensor packed_rows(const Tensor& indices, const Packed& weight);
 
 namespace {

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from hf_slospec.engine.acceptance import SHARPNESS
 from hf_slospec.model.coupling import Coupling, coupled
 from hf_slospec.model.noise import GeneratorNoise
+from hf_slospec.model.record import Record
+from hf_slospec.model.sampling import StockSampler
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 
@@ -54,9 +57,8 @@ def test_first_child_matches_as_often_as_theory_says(seed):
     target, draft = random_logits(2, VOCAB, seed=seed).softmax(-1)
     sampler = KnownNoise(count, seed=seed)
     ranked = coupled(requests_with(sampler, count), 0, draft.log().expand(count, 1, -1), no_paths)
-    chosen = (target / torch.stack(sampler.noise.rows([(0, row) for row in range(count)]))).argmax(
-        -1
-    )
+    noise = torch.stack(sampler.noise.rows([(0, row) for row in range(count)]))
+    chosen = (target / noise).argmax(-1)
     rate = float((ranked[:, 0].argmax(-1) == chosen).double().mean())
     ratios = torch.maximum(target[None] / target[:, None], draft[None] / draft[:, None])  # [i, j]
     exact = float((1.0 / ratios.sum(1)).sum())
@@ -140,6 +142,19 @@ def test_processors_that_refuse_the_drafts_scores_end_the_coupling_alone():
     ranked = coupled([refused, sound], 0, logits, no_paths)
     assert torch.equal(ranked[0], logits[0]) and refused.noise is None
     assert not torch.equal(ranked[1], logits[1]) and sound.noise is not None
+
+
+def test_noise_of_some_tokens():
+    """Infinite for tokens that the target has no logits of."""
+    cpu = torch.device("cpu")
+    record = Record(1, GenerationConfig())
+    sampler = StockSampler([[]], True, [[1]], cpu, lambda length: 0, record, seed=3)
+    request = Request(0, RequestParams([1], 4, is_sampled=True))
+    sampler._drawn(torch.zeros(1, VOCAB), [(0, 0)])
+    (whole,) = sampler.noise_after([request], 1).tolist()
+    (picked,) = sampler.noise_after([request], 1, [4, VOCAB, 0, VOCAB + 7]).tolist()
+    assert picked == [whole[4], torch.inf, whole[0], torch.inf]
+    assert sampler.noise_after([request], 1, []).shape == (1, 0)
 
 
 def test_noise_given_to_drafters_is_a_copy():

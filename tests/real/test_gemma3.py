@@ -18,12 +18,10 @@ SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_p=0.9, repet
 ALWAYS = SLOSpecConfig(policy="fixed", max_depth=quick_or(2, 4), max_width=2, check_invariants=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "drafter", "max_tokens", "batch"),
-    [
-        pytest.param(GREEDY, "suffix", 505, 1, marks=pytest.mark.nightly),
-        pytest.param(SAMPLED, "lookup", 560, 2, marks=pytest.mark.nightly),
-    ],
+    [(GREEDY, "suffix", 505, 1), (SAMPLED, "lookup", 560, 2)],
     ids=["crossed while decoding", "crossed before by one row of two"],
 )
 def test_texts_on_both_sides_of_the_window(
