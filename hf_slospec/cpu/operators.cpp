@@ -13,6 +13,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -228,7 +229,27 @@ struct Rules {
   const float* sinks;     // [num_heads] or null
 };
 
-inline int64_t rounded_up(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
+inline int64_t rounded_up(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
+
+constexpr int64_t TILE = 16;           // rows, and pairs of a row, of a matrix tile
+constexpr int64_t MIN_TILE_ROWS = 8;   // fewer are multiplied with vectors
+
+// Configures this thread's matrix tiles for attention; returns whether there are any.
+inline bool tiles_are_ready() {
+#ifdef HAS_TILES
+  if (!has_tiles()) return false;
+  configure_tiles(TILE_ROWS, 2 * TILE_PAIRS);
+  return true;
+#else
+  return false;
+#endif
+}
+
+inline void release_tiles() {
+#ifdef HAS_TILES
+  if (has_tiles()) _tile_release();
+#endif
+}
 
 // Writes the K or V of the batch's tokens, [1, num_kv_heads, num_tokens, dim], to their slots.
 template <typename T>
@@ -320,15 +341,18 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
   if (rules.chunk) low = std::max(low, prefix_len / rules.chunk * rules.chunk);
   low = low / BLOCK * BLOCK;
 
-  const int64_t value_width = rounded_up(value_dim), query_width = (dim + SIZE - 1) / SIZE;
-  buffer.assign(num_rows * (query_width + 2 * BLOCK + value_width + 2) + BLOCK * (query_width + value_width), 0.0f);
-  float* scores = buffer.data();                     // [num_rows, BLOCK]
-  float* sums = scores + num_rows * BLOCK;           // [num_rows, value_width]
-  float* tops = sums + num_rows * value_width;       // [num_rows], largest score so far
-  float* totals = tops + num_rows;                   // [num_rows], sum of weights so far
-  E* weights = reinterpret_cast<E*>(totals + num_rows);  // [num_rows, BLOCK / SIZE]
-  E* queries = weights + num_rows * BLOCK;           // [num_rows, query_width]
-  E* keys = queries + num_rows * query_width;        // [query_width, BLOCK]
+  const bool in_tiles = std::is_same_v<E, pair> && !is_invariant && num_rows >= MIN_TILE_ROWS && tiles_are_ready();
+  const int64_t rows_held = in_tiles ? rounded_up(num_rows, TILE) : num_rows;  // those behind the tile's tokens are 0
+  const int64_t value_width = rounded_up(value_dim, BLOCK);
+  const int64_t query_width = in_tiles ? rounded_up(dim, 2 * TILE) / 2 : (dim + SIZE - 1) / SIZE;
+  buffer.assign(rows_held * (query_width + 2 * BLOCK + value_width + 2) + BLOCK * (query_width + value_width), 0.0f);
+  float* scores = buffer.data();                     // [rows_held, BLOCK]
+  float* sums = scores + rows_held * BLOCK;          // [rows_held, value_width]
+  float* tops = sums + rows_held * value_width;      // [rows_held], largest score so far
+  float* totals = tops + rows_held;                  // [rows_held], sum of weights so far
+  E* weights = reinterpret_cast<E*>(totals + rows_held);  // [rows_held, BLOCK / SIZE]
+  E* queries = weights + rows_held * BLOCK;          // [rows_held, query_width]
+  E* keys = queries + rows_held * query_width;       // [query_width, BLOCK]
   E* values = keys + query_width * BLOCK;            // [BLOCK / SIZE, value_width]
   constexpr float NONE = -std::numeric_limits<float>::infinity();
 
@@ -346,13 +370,28 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
   const T* key_data = layer.keys.const_data_ptr<T>() + kv_head * layer.keys.stride(1) + start * layer.keys.stride(0);
   const T* value_data =
       layer.values.const_data_ptr<T>() + kv_head * layer.values.stride(1) + start * layer.values.stride(0);
+  // out[0:rows][0:BLOCK] += a [rows, n] times b [n, BLOCK]
+  const auto multiply = [&](int64_t rows, const E* a, int64_t a_stride, const E* b, int64_t b_stride, int64_t n, float* to,
+                            int64_t stride) {
+#ifdef HAS_TILES
+    if constexpr (std::is_same_v<E, pair>)
+      if (in_tiles) return add_tiles(rounded_up(rows, TILE), a, a_stride, b, b_stride, n, to, stride);
+#endif
+    add_product(rows, a, a_stride, b, b_stride, n, to, stride);
+  };
   // Adds the keys [begin, begin + n) of the rows [first_row, end_row).
   const auto attend_block = [&](int64_t first_row, int64_t end_row, int64_t begin, int64_t n, const Keys<T>& from) {
     pack_keys(from.keys, from.key_stride, n, dim, keys);
     pack_values(from.values, from.value_stride, n, value_dim, values, value_width);
+    int64_t num_value_rows = (n + SIZE - 1) / SIZE;
+    if (in_tiles) {  // values of unseen keys are those of an earlier block, whose products with 0 may be NaN
+      const int64_t end = rounded_up(num_value_rows, TILE);
+      std::fill(values + num_value_rows * value_width, values + end * value_width, E{});
+      num_value_rows = end;
+    }
     std::fill(scores + first_row * BLOCK, scores + end_row * BLOCK, 0.0f);
-    add_product(end_row - first_row, queries + first_row * query_width, query_width, keys, BLOCK, query_width,
-                scores + first_row * BLOCK, BLOCK);
+    multiply(end_row - first_row, queries + first_row * query_width, query_width, keys, BLOCK, query_width,
+             scores + first_row * BLOCK, BLOCK);
     for (int64_t row = first_row; row < end_row; ++row) {
       float* score = scores + row * BLOCK;
       E* weight = weights + row * (BLOCK / SIZE);
@@ -407,8 +446,8 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
       for (int64_t i = 0; i < WIDTH; ++i) totals[row] += total[i];
     }
     for (int64_t d = 0; d < value_width; d += BLOCK)
-      add_product(end_row - first_row, weights + first_row * (BLOCK / SIZE), BLOCK / SIZE, values + d, value_width,
-                  (n + SIZE - 1) / SIZE, sums + first_row * value_width + d, value_width);
+      multiply(end_row - first_row, weights + first_row * (BLOCK / SIZE), BLOCK / SIZE, values + d, value_width,
+               num_value_rows, sums + first_row * value_width + d, value_width);
   };
   const int64_t key_stride = layer.keys.stride(0), value_stride = layer.values.stride(0);
   // Blocks of slots that all rows share; a path of a tree has its own blocks from the first one with staged keys on.
@@ -460,11 +499,14 @@ void attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, L
   for (int64_t s = 0; s < table.size(0); ++s)
     for (int64_t offset = 0; offset < table[s][NUM_TOKENS]; offset += tokens_per_tile)
       tiles.push_back({&table[s][0], s, offset, std::min<int64_t>(tokens_per_tile, table[s][NUM_TOKENS] - offset)});
-  at::parallel_for(0, int64_t(tiles.size()) * num_kv_heads, 1, [&](int64_t begin, int64_t end) {
+  // Each thread takes the next task, as later tokens of a sequence see more keys; these come first.
+  std::atomic<int64_t> num_left{int64_t(tiles.size()) * num_kv_heads};
+  at::parallel_for(0, std::min<int64_t>(num_left, at::get_num_threads()), 1, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer;
-    for (int64_t task = begin; task < end; ++task)
+    for (int64_t task; (task = --num_left) >= 0;)
       attend_tile<T>(query, layer, plan, rules, tiles[task / num_kv_heads], task % num_kv_heads, is_invariant, out,
                      buffer);
+    release_tiles();
   });
 }
 

@@ -7,14 +7,11 @@
 // input's dtype.
 #pragma once
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define HAS_TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 // Numbers of inputs whose codes are stored together, and of outputs per block.
 constexpr int64_t GROUP = 32, LANES = 16;
+#ifdef HAS_TILES
+constexpr int64_t TILE_BLOCKS = 4;
+#endif
 constexpr int64_t VECTORS = LANES / WIDTH;  // per block of outputs
 
 // Bits of a code. Groups of 4-bit codes are 4 times 16 dwords, one per output: word h, nibble p of dword vector c has
@@ -344,33 +341,6 @@ void dequantise(const Packed& weight, int64_t block, E* to) {
 }
 
 #ifdef HAS_TILES
-constexpr int64_t TILE_ROWS = 16, TILE_BLOCKS = 4;
-
-// Asks Linux once to let this process use matrix tiles; returns whether it does.
-inline bool has_tiles() {
-  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-  static const bool allowed = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
-  return allowed;
-}
-
-// Makes what was written visible to the tiles' intrinsics, of which GCC 12 does not know what memory they read.
-inline void finish_stores() { asm volatile("" ::: "memory"); }
-
-// Sets the sizes of this thread's tiles: 0 to 3 are sums of `rows` by a block's outputs, 4 and 5 are `span` inputs of
-// rows, 6 and 7 factors of one block.
-inline void configure_tiles(int64_t rows, int64_t span) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {};
-    uint8_t rows[16] = {};
-  } config;
-  for (int i = 0; i < 4; ++i) config.bytes_per_row[i] = 64, config.rows[i] = uint8_t(rows);
-  for (int i = 4; i < 6; ++i) config.bytes_per_row[i] = uint16_t(span * 2), config.rows[i] = uint8_t(rows);
-  for (int i = 6; i < 8; ++i) config.bytes_per_row[i] = 64, config.rows[i] = uint8_t(span / 2);
-  finish_stores();
-  _tile_loadconfig(&config);
-}
-
 // out[block][r][0:LANES] = products of the tiles' rows with up to TILE_BLOCKS blocks from `block` on.
 template <int C>
 void tile_products(const Packed& weight, int64_t rows, const pair* x, int64_t x_stride, const float* input_sums,

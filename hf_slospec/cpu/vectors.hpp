@@ -9,6 +9,11 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <array>
@@ -170,6 +175,67 @@ inline void store_as(T* to, const float* from, int64_t n) {
     for (; n >= WIDTH; n -= WIDTH, to += WIDTH, from += WIDTH) store_rounded(reinterpret_cast<pair*>(to), load(from));
   for (int64_t i = 0; i < n; ++i) to[i] = T(from[i]);
 }
+
+#ifdef HAS_TILES
+constexpr int64_t TILE_ROWS = 16;
+
+// Asks Linux once to let this process use matrix tiles; returns whether it does.
+inline bool has_tiles() {
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  static const bool allowed = !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+  return allowed;
+}
+
+// Makes what was written visible to the tiles' intrinsics, of which GCC 12 does not know what memory they read.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
+// Sets the sizes of this thread's tiles: 0 to 3 are sums of `rows` by a block's outputs, 4 and 5 are `span` inputs of
+// rows, 6 and 7 factors of one block.
+inline void configure_tiles(int64_t rows, int64_t span) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int i = 0; i < 4; ++i) config.bytes_per_row[i] = 64, config.rows[i] = uint8_t(rows);
+  for (int i = 4; i < 6; ++i) config.bytes_per_row[i] = uint16_t(span * 2), config.rows[i] = uint8_t(rows);
+  for (int i = 6; i < 8; ++i) config.bytes_per_row[i] = 64, config.rows[i] = uint8_t(span / 2);
+  finish_stores();
+  _tile_loadconfig(&config);
+}
+
+constexpr int64_t TILE_PAIRS = 16;  // of one row, which is summed over in one product of tiles
+
+// The same as `add_product` for rows and n that are multiples of a tile's; tiles must be configured for whole ones.
+inline void add_tiles(int64_t rows, const pair* a, int64_t a_stride, const pair* b, int64_t b_stride, int64_t n, float* out,
+                      int64_t out_stride) {
+  const int64_t out_bytes = out_stride * sizeof(float), b_bytes = b_stride * sizeof(pair);
+  finish_stores();
+  for (; rows > 0; rows -= TILE_ROWS, a += TILE_ROWS * a_stride, out += TILE_ROWS * out_stride) {
+    _tile_loadd(0, out, out_bytes);
+    _tile_loadd(1, out + 16, out_bytes);
+    _tile_loadd(2, out + 32, out_bytes);
+    _tile_loadd(3, out + 48, out_bytes);
+    for (int64_t i = 0; i < n; i += TILE_PAIRS) {
+      _tile_loadd(4, a + i, a_stride * sizeof(pair));
+      const pair* from = b + i * b_stride;
+      _tile_loadd(6, from, b_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, from + 16, b_bytes);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(6, from + 32, b_bytes);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, from + 48, b_bytes);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, out, out_bytes);
+    _tile_stored(1, out + 16, out_bytes);
+    _tile_stored(2, out + 32, out_bytes);
+    _tile_stored(3, out + 48, out_bytes);
+  }
+  finish_stores();
+}
+#endif
 
 }  // namespace
 }  // namespace hf_slospec
