@@ -95,13 +95,13 @@ class SLOSpecConfig(PolicySettings):
         "decoding, up to prefill_chunk tokens per step, decoding included (Sarathi-Serve).",
     )
     guarantee: float | None = Field(
-        0.95,
+        None,
         gt=0,
         lt=1,
         description="Probability with which a guaranteed request meets its TTFT SLO, and its TPOT SLO over every "
         "window of ten tokens. The part of SLOs that is planned with follows from how steps and requests vary, and "
-        "from the guarantees kept so far. None, also with an admission other than slo: 85 % of each SLO is planned "
-        "with, TPOT is the mean over all tokens, and no probability is guaranteed.",
+        "from the guarantees kept so far. None: the mean TPOT over all tokens is planned, with 95 % of each TPOT SLO "
+        "and 85 % of each TTFT SLO, so that as many requests as possible meet theirs; no probability is stated.",
     )
     max_batch: int = Field(
         64, ge=1, le=MAX_COUNT, description="Batcher: maximum number of running requests."
@@ -151,12 +151,6 @@ class SLOSpecConfig(PolicySettings):
         )
         rest = {name: value for name, value in data.items() if name != "deterministic"}
         return {"exact": "self", **rest} if data["deterministic"] else rest
-
-    @model_validator(mode="before")
-    @classmethod
-    def _states_nothing_unchecked(cls, data: Any) -> Any:
-        is_unchecked = isinstance(data, dict) and data.get("admission", "slo") != "slo"
-        return {"guarantee": None, **data} if is_unchecked else data
 
     @model_validator(mode="after")
     def _decides_on_guarantees(self) -> SLOSpecConfig:

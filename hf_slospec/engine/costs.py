@@ -41,6 +41,7 @@ MIN_FACTOR = 1e-3  # least factor by which a draft cost is scaled, since a cost 
 # Relative step of the grid to which `step_curve` rounds seconds, so that equal curves recur and
 # results for them can be cached.
 ROUNDING = 0.05
+LEAST_S = 1e-6  # minimum seconds of a step in `step_curve`
 
 
 class RecentSteps:
@@ -281,21 +282,27 @@ class StepCosts:
         return self.verify_s(num_tokens, num_requests, num_decoding * self.recent.keys) + draft_s
 
     def step_curve(self, max_tokens: int) -> LatencyCurve:
-        """Return the seconds of a step, drafting excluded, as a curve in its number of tokens.
+        """Return the seconds that the tokens of a step take, as a curve in their number.
 
-        The numbers of requests and of cached tokens are the averages of recent steps. The same
-        object is returned until the next step is observed.
+        Drafting, and :attr:`request_s` for each request, come on top. The same object is returned
+        until the next step is observed.
         """
         if max_tokens not in self._step_curves:
             powers = (2**power for power in range(max_tokens.bit_length()))
             profiled = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)
             sizes = sorted({*profiled, *powers, max_tokens})
-            recent = self.recent
-            seconds = self.verify_s(np.array(sizes), recent.requests, recent.requests * recent.keys)
+            seconds = np.maximum(self.verify_s(np.array(sizes), 0), LEAST_S)
             monotone = np.maximum.accumulate(seconds).tolist()
             curve = LatencyCurve(tuple(sizes), tuple(map(rounded, monotone)))
             self._step_curves[max_tokens] = curve
         return self._step_curves[max_tokens]
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that each request adds to a step, whatever its tokens: those of the request, and
+        of as many cached tokens as requests had in recent steps.
+        """
+        return rounded(float(self.verify_s(1, 1, self.recent.keys) - self.verify_s(1, 0)))
 
     def predicted(self, step: StepEvent) -> PhaseTimes:
         """Return the predicted seconds of a step of this size. Everything but drafting is in

@@ -173,7 +173,7 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
     requests = [*scheduler.running, *scheduler.waiting, *([arrival.request] if is_added else [])]
     prefill_tokens = sum(request.num_uncached for request in requests if not request.is_decoding)
     prefill_s = load.step_s(prefill_tokens) if prefill_tokens else 0.0
-    step_s = load.draft_s + load.step_s(len(requests) * load.nodes)
+    step_s = load.decoding_step_s(len(requests))
     total = 0.0
     for request in requests:
         elapsed_s, emitted = request.decoded(arrival.now_s) if request.num_emitted else (0.0, 0)

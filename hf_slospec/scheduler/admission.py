@@ -37,6 +37,7 @@ def best_lengths(
     max_tokens: int,
     draft_level_s: float = 0.0,
     slacks_s: Sequence[float] | None = None,
+    request_s: float = 0.0,
 ) -> SpecLengths | None:
     """Return the chain lengths, one per tier, that allow the highest prefill rate (SLOs-Serve,
     appendix D).
@@ -68,6 +69,7 @@ def best_lengths(
         slacks_s: [tiers] seconds by which this step may be longer or, if negative, must be shorter.
             A request x seconds behind its SLO catches up with -x; the paper asks for faster service
             but gives no formula.
+        request_s: seconds that each decoding request adds to a step, whatever its tokens.
 
     Returns:
         None if the TPOT SLOs cannot be met even without prefill.
@@ -87,20 +89,25 @@ def best_lengths(
     lengths = 1 + np.count_nonzero(paces < limits[:, None, None], axis=2)  # [limits, tiers]
     longest = lengths.max(axis=1, initial=1)
     loads = lengths @ num_decoding
-    draft_s = (longest - 1) * draft_level_s
+    # [limits, tiers] bool: the tier decodes plainly, so its requests take part only when a token is
+    # due
+    is_due = (lengths == 1) & np.isfinite(slos_s)
+    due = is_due @ (num_decoding / slos_s)  # tokens per second
+    # Seconds of a step beside those of its tokens, and the share that due tokens' requests leave.
+    fixed_s = (longest - 1) * draft_level_s + request_s * (~is_due @ num_decoding)
+    share_left = np.maximum(1.0 - request_s * due, 0.0)
     # tokens of the largest step within each limit
-    last = np.searchsorted(seconds, limits - draft_s, side="right")
+    last = np.searchsorted(
+        seconds, limits * np.where(share_left > 0.0, share_left, 1.0) - fixed_s, side="right"
+    )
     tokens = tokens[: last.max()]
     seconds = seconds[: last.max()]
     is_step = (tokens >= np.maximum(loads, 1)[:, None]) & (tokens <= last[:, None])
     # no length is enough for some limits, as Acc(s) never exceeds 1 / (1 - a)
-    is_step &= (longest <= max_len)[:, None]
-    # [limits, tiers] bool: the tier decodes plainly, so its requests take part only when a token is
-    # due
-    is_due = (lengths == 1) & np.isfinite(slos_s)
+    is_step &= ((longest <= max_len) & (share_left > 0.0))[:, None]
     loads = (lengths * ~is_due) @ num_decoding  # tokens per step
-    due = is_due @ (num_decoding / slos_s)  # tokens per second
-    rates = (tokens - loads[:, None]) / (seconds + draft_s[:, None]) - due[:, None]
+    per_s = share_left[:, None] / (seconds + fixed_s[:, None])  # steps per second
+    rates = (tokens - loads[:, None]) * per_s - due[:, None]
     # rates are negative only by rounding
     rates = np.where(is_step, np.maximum(rates, 0.0), -np.inf)
     rates = rates.max(axis=1, initial=-np.inf)
@@ -129,6 +136,7 @@ def prefill_rate(
     max_len: int,
     max_tokens: int,
     draft_level_s: float = 0.0,
+    request_s: float = 0.0,
 ) -> float:
     """Return the highest prefill rate with which all decoding requests keep their TPOT SLOs.
 
@@ -139,7 +147,9 @@ def prefill_rate(
         Prompt tokens per second, at least 0; -inf if the TPOT SLOs cannot be met even without
         prefill.
     """
-    best = best_lengths(step_s, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
+    best = best_lengths(
+        step_s, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s, None, request_s
+    )
     return -np.inf if best is None else best.rate
 
 

@@ -77,6 +77,8 @@ class BatchFormation:
         self._share = 1.0  # share of a full batch that memory allows
         # Seconds of a step without drafts to which the policy can fall back; inf: it cannot
         self._plain_s = math.inf
+        # Decoding requests that would miss their TPOT SLO even if they decoded alone from now on
+        self._lost = set[Request]()
 
     def form(
         self, running: Sequence[Request], rank: Rank, has_waiting: bool, now_s: float
@@ -90,6 +92,7 @@ class BatchFormation:
             now_s: time at which the step begins.
         """
         decoding = [request for request in running if request.is_decoding]
+        self._lost = {request for request in decoding if self._is_lost(request, now_s)}
         self._plain_s = self._plain_step_s(decoding)
         allowed_s = self._allowed_s(decoding, now_s)
         taking_part = self._taking_part(running, decoding, allowed_s, now_s)
@@ -220,28 +223,28 @@ class BatchFormation:
         """Return the seconds that the step may take so that no guaranteed request falls behind; 0
         if one already has.
 
-        Requests that would miss their SLO even if they decoded alone from now on do not count.
+        Requests that miss their SLO anyway do not count.
         """
         if self._admission in ("fcfs", "priority"):
             return math.inf
-        guaranteed = [
-            request for request in decoding if request.is_guaranteed and request.pace_s is not None
-        ]
-        if not guaranteed:
-            return math.inf
-        allowed_s = math.inf
-        alone_s = self._costs.step_s(1) / self._costs.recent.tokens  # seconds per token
         step_s = self._costs.step_s(len(decoding))
-        for request in guaranteed:
-            assert request.pace_s is not None
-            elapsed_s, emitted, num_left = request.paced(now_s)
-            # Minimum seconds if it decoded alone; the first token of a stage takes a whole step.
-            least_s = (
-                num_left * alone_s if request.stage_due_s == math.inf else self._costs.step_s(1)
-            )
-            if request.pace_s * (emitted + num_left) - elapsed_s >= least_s:
-                allowed_s = min(allowed_s, max(self._due_s(request, now_s, step_s), 0.0))
-        return allowed_s
+        dues_s = (
+            self._due_s(request, now_s, step_s)
+            for request in decoding
+            if request.is_guaranteed and request not in self._lost
+        )
+        return max(min(dues_s, default=math.inf), 0.0)
+
+    def _is_lost(self, request: Request, now_s: float) -> bool:
+        """Return whether a request would miss its TPOT SLO even if it decoded alone from now on."""
+        if request.pace_s is None:
+            return False
+        elapsed_s, emitted, num_left = request.paced(now_s)
+        step_s = self._costs.step_s(1)
+        # The first token of a stage takes a whole step.
+        is_first = request.stage_due_s < math.inf
+        least_s = step_s if is_first else num_left * step_s / self._costs.recent.tokens
+        return request.pace_s * (emitted + num_left) - elapsed_s < least_s
 
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
         """Return the seconds within which a step with the request must end to keep its pace.
@@ -399,8 +402,11 @@ class BatchFormation:
         return request.stage_due_s == math.inf and self._is_ahead(request, now_s, step_s)
 
     def _is_ahead(self, request: Request, now_s: float, step_s: float) -> bool:
-        """Return whether a request has no guarantee, or keeps it without the next few steps."""
-        return request.is_best_effort or self._due_s(request, now_s, step_s) > WAIT * step_s
+        """Return whether a request has no guarantee, cannot keep it, or keeps it without the next
+        few steps.
+        """
+        is_free = request.is_best_effort or request in self._lost
+        return is_free or self._due_s(request, now_s, step_s) > WAIT * step_s
 
     def _is_overdue(self, request: Request) -> bool:
         return self._num_skipped[request] >= MAX_SKIPPED

@@ -109,6 +109,7 @@ def _rate_of(
     accepted.
     """
     curve = costs.step_curve(MAX_STEP)
+    request_s = costs.request_s
     # rounded, so that the cache of `prefill_rate` is hit
     level_s = rounded(costs.recent.draft_s / max(costs.recent.depth, 1.0))
     acceptance = round(costs.recent.acceptance, 1)
@@ -118,11 +119,12 @@ def _rate_of(
 
     def rate(counts: Counts) -> float:
         speculating = prefill_rate(
-            curve, planned_s, counts, acceptance, MAX_CHAIN, MAX_STEP, level_s
+            curve, planned_s, counts, acceptance, MAX_CHAIN, MAX_STEP, level_s, request_s
         )
         if not all(is_plain[tier] for tier, count in enumerate(counts) if count):
             return speculating
-        return max(speculating, prefill_rate(curve, plain_s, counts, 0.0, 1, MAX_STEP))
+        plain = prefill_rate(curve, plain_s, counts, 0.0, 1, MAX_STEP, 0.0, request_s)
+        return max(speculating, plain)
 
     return rate
 

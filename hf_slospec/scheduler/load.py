@@ -34,6 +34,7 @@ def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
         + sum(r.num_uncached for r in running if not r.is_decoding),
         kv_free=limits.kv_tokens - sum(limits.kv_needed(r.params) for r in running) - waiting_slots,
         step_s=scheduler.costs.step_curve(MAX_STEP),
+        request_s=scheduler.costs.request_s,
         acceptance_length=scheduler.costs.recent.tokens,
         nodes=scheduler.costs.recent.nodes,
         draft_s=scheduler.costs.recent.draft_s,
@@ -70,7 +71,9 @@ class ReplicaLoad:
     # prompt tokens of unfinished requests that are still to be prefilled
     prefill_tokens: int = 0
     kv_free: int = 0  # K/V slots that no unfinished request holds or waits for
-    step_s: LatencyCurve = FREE  # seconds of a step by its number of tokens, drafting excluded
+    # seconds of a step by its number of tokens, drafting and `request_s` excluded
+    step_s: LatencyCurve = FREE
+    request_s: float = 0.0  # seconds that each request adds to a step
     acceptance_length: float = 1.0  # recent average of tokens committed per request and step
     nodes: float = 1.0  # recent average of nodes verified per request and step, roots included
     draft_s: float = 0.0  # recent average of seconds of drafting in a step
@@ -113,9 +116,15 @@ class ReplicaLoad:
         num_tokens = self.prefill_tokens + more_tokens
         return self.step_s(num_tokens) if num_tokens > 0 else 0.0
 
+    def decoding_step_s(self, num_requests: int) -> float:
+        """Return the expected seconds of a step that decodes so many requests."""
+        if not num_requests:
+            return 0.0
+        tokens_s = self.step_s(num_requests * self.nodes) + self.request_s * num_requests
+        return self.draft_s + tokens_s
+
     def _decoding_s(self, num_requests: int) -> float:
-        step_s = self.draft_s + self.step_s(num_requests * self.nodes) if num_requests else 0.0
-        return step_s / self.acceptance_length
+        return self.decoding_step_s(num_requests) / self.acceptance_length
 
     def with_request(self, need: Need, is_guaranteed: bool) -> ReplicaLoad:
         """Return the load with one more request, which was sent to the replica after its report."""

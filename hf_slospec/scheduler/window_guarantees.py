@@ -19,9 +19,10 @@ from hf_slospec.engine.costs import RecentSteps, rounded
 from hf_slospec.request.metrics import planned_share
 from hf_slospec.request.request import Request
 
-# Share of each SLO to plan with if no probability is stated; less than 1, since the tokens per step
-# vary
-MARGIN = 0.85
+# Shares of TPOT SLOs and of TTFT SLOs to plan with if no probability is stated; less than 1, since
+# tokens per step and step times vary. In simulated loads most requests attain their SLOs with these.
+MARGIN = 0.95
+FIRST_MARGIN = 0.85
 # a broken guarantee changes a share's logarithm by this, times the stated probability
 LEARNED = 0.1
 # Maximum share of a TPOT SLO to plan with; less than steps may take, as their times are not
@@ -50,13 +51,13 @@ class WindowGuarantees:
         """Begin without guarantees.
 
         Args:
-            probability: stated probability with which guarantees are kept; None: none are given,
+            probability: stated probability with which guarantees are kept; None: none is stated,
                 and shares are constant.
-            falls_back: the policy decodes plainly if drafting would make a guaranteed window late.
+            falls_back: the policy decodes plainly if drafting would make a guaranteed request late.
         """
         self.probability = probability
         self.recent = recent
-        self.falls_back = falls_back and probability is not None
+        self.falls_back = falls_back
         self.output_tokens = 100.0  # mean output tokens per request; set by the scheduler
         # time at which a guarantee was last refused; set by the scheduler
         self.refused_s = -math.inf
@@ -89,7 +90,7 @@ class WindowGuarantees:
 
     def first_share(self) -> float:
         """Return the share to plan with of the time that is left until a first token is due."""
-        return MARGIN * math.exp(min(self._corrections[FIRST], 0.0))
+        return FIRST_MARGIN * math.exp(min(self._corrections[FIRST], 0.0))
 
     def is_too_late(self, request: Request) -> bool:
         """Return whether the request can get no guarantee any more, as some of its windows began

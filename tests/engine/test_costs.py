@@ -324,10 +324,10 @@ def test_typical_steps_and_their_curve():
     costs.recent.draft_s = 2.0
     assert costs.step_s(0, 11) == pytest.approx(2.0)  # prefill alone: no drafting, no keys
     assert costs.step_s(np.array([1, 3])) == pytest.approx([1.3 + 0.1 + 2.0, 2.1 + 1.0 + 0.3 + 2.0])
-    costs.recent.requests = 3.0
     curve = costs.step_curve(64)
     assert curve.num_tokens[0] == 1 and curve.num_tokens[-1] == 64
-    assert curve(64) == pytest.approx(7.3 + 1.0 + 0.3, rel=0.05)
+    assert curve(64) == pytest.approx(7.3 - 0.5, rel=0.05)  # of tokens alone
+    assert costs.request_s == pytest.approx(0.5 + 0.1, rel=0.05)
     assert curve == costs.step_curve(64)  # rounded, so that results for it can be cached
 
 

@@ -258,6 +258,16 @@ def test_requests_that_can_wait_are_skipped_for_late_ones_at_most_max_skipped_ti
     assert tpot_slo_s is None or all(request.metrics().attained for request in spare)
 
 
+def test_guaranteed_requests_that_can_no_longer_keep_their_slo_wait_for_those_that_can():
+    served = Served("edf", max_batch=64, prefill_chunk=64)
+    lost = [served.add(index, new=200, tpot_slo_s=0.5) for index in range(1, 30)]  # a step takes 1
+    served.step(5)
+    tight = served.add(0, new=100, tpot_slo_s=1.5, ttft_slo_s=100.0)
+    served.run()
+    assert tight.metrics().attained
+    assert all(request.is_guaranteed and not request.metrics().attained for request in lost)
+
+
 def test_work_shrinks_after_out_of_memory_and_recovers():
     served = Served(prefill_chunk=64)
     requests = [served.add(index, new=30, is_best_effort=True) for index in range(6)]

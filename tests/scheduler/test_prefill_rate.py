@@ -31,9 +31,10 @@ TARGETS = (0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf)
     acceptance=st.sampled_from([0.0, 0.5, 0.75, 1.0]),
     max_len=st.integers(1, 4),
     draft_level_s=st.sampled_from([0.0, 0.0625, 0.125]),
+    request_s=st.sampled_from([0.0, 0.0, 0.03125, 0.25]),
 )
 @settings(deadline=None, max_examples=quick_or(50, 150))
-def test_lengths_are_the_best_of_all(curve, tiers, acceptance, max_len, draft_level_s):
+def test_lengths_are_the_best_of_all(curve, tiers, acceptance, max_len, draft_level_s, request_s):
     tpot_slos_s, counts, slacks_s = zip(*tiers, strict=True)
     seconds = curve(np.arange(1, 41))
 
@@ -57,12 +58,18 @@ def test_lengths_are_the_best_of_all(curve, tiers, acceptance, max_len, draft_le
             count * length for target, count, length in rows if length > 1 or target == math.inf
         )
         longest = max(length for count, length in zip(counts, lengths, strict=True) if count)
-        steps = seconds + (longest - 1) * draft_level_s
+        num_always = sum(
+            count for target, count, length in rows if length > 1 or target == math.inf
+        )
+        left = 1.0 - request_s * due  # what requests that take part when they are due leave
+        if left <= 0.0:
+            return -math.inf
+        steps = (seconds + (longest - 1) * draft_level_s + request_s * num_always) / left
         fitting = [n for n in range(max(load, 1), 41) if steps[n - 1] <= limit]
         return max(((n - every) / steps[n - 1] - due for n in fitting), default=-math.inf)
 
     found = best_lengths(
-        curve, tpot_slos_s, counts, acceptance, max_len, 40, draft_level_s, slacks_s
+        curve, tpot_slos_s, counts, acceptance, max_len, 40, draft_level_s, slacks_s, request_s
     )
     if not any(counts):
         assert found is not None and found.lengths.tolist() == [0] * len(counts)
@@ -73,10 +80,11 @@ def test_lengths_are_the_best_of_all(curve, tiers, acceptance, max_len, draft_le
         assert best == -math.inf
         return
     assert found.rate == pytest.approx(best)
-    slower = best_lengths(
-        curve, tpot_slos_s, counts, acceptance, max_len, 40, draft_level_s + 0.25, slacks_s
-    )
-    assert slower is None or slower.rate <= found.rate
+    for level_s, each_s in ((draft_level_s + 0.25, request_s), (draft_level_s, request_s + 0.25)):
+        slower = best_lengths(
+            curve, tpot_slos_s, counts, acceptance, max_len, 40, level_s, slacks_s, each_s
+        )
+        assert slower is None or slower.rate <= found.rate
     assert rate(tuple(found.lengths.tolist())) == pytest.approx(best)
     assert all(
         (length == 0) == (count == 0) for length, count in zip(found.lengths, counts, strict=True)

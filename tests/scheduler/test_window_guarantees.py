@@ -163,16 +163,15 @@ def test_many_kept_guarantees_do_not_hide_broken_ones():
     assert windows.share(SLO_S) < share
 
 
-@pytest.mark.parametrize(("probability", "falls_back"), [(None, True), (0.9, False)])
-def test_nothing_falls_back_unless_a_probability_is_stated_and_the_policy_does(
-    probability, falls_back
-):
-    served = Guaranteeing(probability, falls_back)
+@pytest.mark.parametrize("probability", [None, 0.9])
+def test_nothing_falls_back_unless_the_policy_does(probability):
+    served = Guaranteeing(probability, falls_back=False)
     assert not can_fall_back(1e3, served.engine.costs, served.scheduler.windows)
 
 
-def test_steps_fall_back_where_plain_ones_keep_the_slo_and_use_most_of_the_machine():
-    served = Guaranteeing(0.9, falls_back=True)
+@pytest.mark.parametrize("probability", [None, 0.9])
+def test_steps_fall_back_where_plain_ones_keep_the_slo_and_use_most_of_the_machine(probability):
+    served = Guaranteeing(probability, falls_back=True)
     costs = served.engine.costs
     windows = served.scheduler.windows
     possible = [can_fall_back(slo_s, costs, windows) for slo_s in (1e-3, 1.05, 1e3, math.inf)]
