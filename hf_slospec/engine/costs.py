@@ -27,6 +27,7 @@ from hf_slospec.tree.tree import FloatArray, IntArray
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # takes the old and the new cost
 
 WEIGHT = 0.1  # weight of one step in the averages over recent steps
+LASTING_WEIGHT = 0.005  # weight of one step in averages that hold for as long as a request takes
 VARIANCE_WEIGHT = 0.02  # weight of one step in averages of variances and distributions
 ARRIVAL_MEMORY = 100.0  # number of steps over which the prefill rate is averaged
 ARRIVAL_PRIOR = 16.0  # initial weight, in steps, of the prior assumption that no prompts arrive
@@ -49,6 +50,8 @@ class RecentSteps:
 
     def __init__(self) -> None:
         self.tokens = 1.0  # tokens committed per request and step (acceptance length)
+        # The same over many more steps, for plans of whole requests
+        self.lasting_tokens = 1.0
         self.nodes = 1.0  # nodes verified per request and step, roots included
         self.requests = 1.0  # decoding requests per step
         self.keys = 0.0  # cached tokens per request
@@ -78,7 +81,10 @@ class RecentSteps:
         self._elapsed_s *= 1.0 - 1.0 / ARRIVAL_MEMORY
         decoding = step.decoding
         committed = [request.committed for request in decoding]
-        self.tokens += WEIGHT * (sum(committed) / number - self.tokens)
+        tokens = sum(committed) / number
+        self.tokens += WEIGHT * (tokens - self.tokens)
+        lasting = max(LASTING_WEIGHT, 1.0 / self.num_steps)
+        self.lasting_tokens += lasting * (tokens - self.lasting_tokens)
         self.nodes += WEIGHT * (sum([request.nodes for request in decoding]) / number - self.nodes)
         self.requests += WEIGHT * (number - self.requests)
         self.keys += WEIGHT * (step.num_keys / number - self.keys)
@@ -110,9 +116,9 @@ class RecentSteps:
     @property
     def acceptance(self) -> float:
         """Return the acceptance rate a at which infinitely long chains commit as many tokens per
-        step: 1 / (1 - a).
+        step as lately over many steps: 1 / (1 - a).
         """
-        return 1.0 - 1.0 / max(self.tokens, 1.0)
+        return 1.0 - 1.0 / max(self.lasting_tokens, 1.0)
 
 
 class StepCosts:

@@ -136,7 +136,7 @@ class BatchFormation:
 
         It is inf if the policy cannot fall back to steps without drafts.
         """
-        guaranteed = [request for request in decoding if request.is_guaranteed]
+        guaranteed = self._keeping(decoding)
         tightest_s = min((tightest_tpot_slo_s(request) for request in guaranteed), default=math.inf)
         if not (guaranteed and can_fall_back(tightest_s, self._costs, self._windows)):
             return math.inf
@@ -147,12 +147,12 @@ class BatchFormation:
         """Return the maximum seconds of a step for which one token per step keeps all guaranteed
         requests on pace.
         """
-        paces_s = (
-            request.pace_s
-            for request in decoding
-            if request.is_guaranteed and request.pace_s is not None
-        )
-        return AHEAD * min(paces_s, default=math.inf)
+        paces_s = (request.pace_s for request in self._keeping(decoding))
+        return AHEAD * min(filter(None, paces_s), default=math.inf)
+
+    def _keeping(self, decoding: Sequence[Request]) -> list[Request]:
+        """Return the guaranteed requests that can still keep their TPOT SLO."""
+        return [r for r in decoding if r.is_guaranteed and r not in self._lost]
 
     def _plain_chunk(
         self, running: Sequence[Request], num_decoding: int, allowed_s: float, now_s: float
@@ -195,7 +195,7 @@ class BatchFormation:
             chosen = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
         # Best-effort requests take the time that a step without drafts leaves.
         elif self._plain_s < math.inf:
-            must = [r for r in decoding if not r.is_best_effort or self._is_overdue(r)]
+            must = [r for r in decoding if not self._is_spare(r) or self._is_overdue(r)]
             spare = sorted(
                 set(decoding) - set(must), key=lambda r: (-self._num_skipped[r], r.index)
             )
@@ -228,11 +228,7 @@ class BatchFormation:
         if self._admission in ("fcfs", "priority"):
             return math.inf
         step_s = self._costs.step_s(len(decoding))
-        dues_s = (
-            self._due_s(request, now_s, step_s)
-            for request in decoding
-            if request.is_guaranteed and request not in self._lost
-        )
+        dues_s = (self._due_s(request, now_s, step_s) for request in self._keeping(decoding))
         return max(min(dues_s, default=math.inf), 0.0)
 
     def _is_lost(self, request: Request, now_s: float) -> bool:
@@ -243,7 +239,7 @@ class BatchFormation:
         step_s = self._costs.step_s(1)
         # The first token of a stage takes a whole step.
         is_first = request.stage_due_s < math.inf
-        least_s = step_s if is_first else num_left * step_s / self._costs.recent.tokens
+        least_s = step_s if is_first else num_left * step_s / self._costs.recent.lasting_tokens
         return request.pace_s * (emitted + num_left) - elapsed_s < least_s
 
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
@@ -388,12 +384,10 @@ class BatchFormation:
         """Return whether a request can keep its pace only if steps commit several of its tokens;
         False if it cannot at all.
         """
-        if request.pace_s is None:
+        if request.pace_s is None or request in self._lost:
             return False
         elapsed_s, emitted, num_left = request.paced(now_s)
-        left_s = AHEAD * request.pace_s * (emitted + num_left) - elapsed_s
-        alone_s = self._costs.step_s(1) / self._costs.recent.tokens * num_left
-        return bool(plain_s * num_left > left_s >= alone_s)
+        return plain_s * num_left > AHEAD * request.pace_s * (emitted + num_left) - elapsed_s
 
     def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
         """Return whether a decoding request may be skipped for the first token of another."""
@@ -402,11 +396,12 @@ class BatchFormation:
         return request.stage_due_s == math.inf and self._is_ahead(request, now_s, step_s)
 
     def _is_ahead(self, request: Request, now_s: float, step_s: float) -> bool:
-        """Return whether a request has no guarantee, cannot keep it, or keeps it without the next
-        few steps.
-        """
-        is_free = request.is_best_effort or request in self._lost
-        return is_free or self._due_s(request, now_s, step_s) > WAIT * step_s
+        """Return whether a request keeps its guarantee, if it can, without the next few steps."""
+        return self._is_spare(request) or self._due_s(request, now_s, step_s) > WAIT * step_s
+
+    def _is_spare(self, request: Request) -> bool:
+        """Return whether a request has no guarantee, or cannot keep it."""
+        return request.is_best_effort or request in self._lost
 
     def _is_overdue(self, request: Request) -> bool:
         return self._num_skipped[request] >= MAX_SKIPPED
