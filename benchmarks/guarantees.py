@@ -36,7 +36,7 @@ RATES, BURSTS = (
     (6.0, 10.0, 14.0),
     3.0,
 )  # requests per second, and coefficient of variation of the gaps in bursts
-DEFAULT = 0.95
+STATED = 0.95
 CONFIG: dict[str, Any] = {"max_batch": 256}
 COMPONENTS = ("ttft", "tpot", "windows", "all")
 
@@ -56,9 +56,9 @@ class Case:
 def cases(number: int, seeds: int) -> list[Case]:
     """Return all cases, the most important ones first."""
     slo_s = KIND.tpot_slo_s or math.inf
-    loads = [("steady", DEFAULT), ("steady", None), ("bursts", DEFAULT)]
+    loads = [("steady", STATED), ("steady", None), ("bursts", STATED)]
     listed = [Case(*load, rate, slo_s, number, 0) for load in loads for rate in RATES]
-    listed += [Case("steady", stated, 5.0, TIGHT_S, number // 2, 0) for stated in (DEFAULT, None)]
+    listed += [Case("steady", stated, 5.0, TIGHT_S, number // 2, 0) for stated in (STATED, None)]
     listed += [Case("steady", stated, max(RATES), slo_s, number, 0) for stated in (0.8, 0.99)]
     return [replace(case, seed=seed) for seed in range(seeds) for case in listed]
 
@@ -135,7 +135,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
     shown = [
-        ("steady", DEFAULT, "#0072B2", "o", "default"), ("bursts", DEFAULT, "#D55E00", "^", "default, bursts"),
+        ("steady", STATED, "#0072B2", "o", "95 % stated"), ("bursts", STATED, "#D55E00", "^", "95 % stated, bursts"),
         ("steady", None, "0.5", "s", "none stated"),
     ]  # fmt: skip
     for arrivals, stated, colour, marker, label in shown:
@@ -148,7 +148,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         style = {"color": colour, "marker": marker, "label": label}
         panels[0].plot(rates, [100 * row["kept_all"] for row in rows], **style)
         panels[1].plot(rates, [100 * row["guarantees"] / row["requests"] for row in rows], **style)
-    panels[0].axhline(100 * DEFAULT, color="0.6", lw=1, ls="--")
+    panels[0].axhline(100 * STATED, color="0.6", lw=1, ls="--")
     panels[0].set(ylabel="guarantees that kept all SLOs, %", ylim=(0, 102))
     panels[1].set(ylabel="requests guaranteed, %", ylim=(0, 102))
     for panel in panels:
@@ -166,7 +166,7 @@ def main(
     ] = None,
     plot: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
-    """Simulate all loads, with the default probability, with others and with none."""
+    """Simulate all loads, with one probability stated, with others and with none."""
     from hf_slospec.cli.benchmark import provenance
 
     facts = provenance(

@@ -3,9 +3,10 @@ CPU cores.
 
     python -m benchmarks.simulated_load --json benchmarks/results/simulated-load-smollm2-135m.json
 
-The classes are those of ``benchmarks.serving load --target``: TPOT SLOs of 1.2, 5/3 and 5 times the seconds per token of a
-single stream, TTFT SLOs of 50, 100 and 300 times. All policies get the same arrivals and texts, which half of the steps find
-a draft for, as with prompt lookup. Unlike a real machine, the simulated one has the same speed all the time.
+The classes are those of ``benchmarks.serving load --target``: TPOT SLOs of 1.2, 5/3 and 5 times the seconds
+per token of a single stream, TTFT SLOs of 50, 100 and 300 times. All policies get the same arrivals and texts,
+which nearly half of the steps find a draft for, as with prompt lookup. Unlike a real machine, the simulated one
+always has the same speed.
 """
 
 from __future__ import annotations

@@ -807,6 +807,29 @@ def real_load() -> str:
 
 
 @table
+def simulated_load() -> str:
+    """Every policy in the simulator: requests that attained, goodput, and kept guarantees."""
+    lines = []
+    for load, systems in result("simulated-load-smollm2-135m.json")["results"].items():
+        others = max(row["goodput"] for name, row in systems.items() if not name.startswith("auto"))
+        for name, row in systems.items():
+            seeds = row["goodput_by_seed"]
+            kept = f"{row['kept']:,} of {row['guaranteed']:,}" if name == "auto" else ""
+            lines.append([
+                load.replace("bursty", "bursts").replace("poisson", "Poisson"),
+                f"**{name}**" if name == "auto" else name, f"{100 * row['attained']['mean']:.0f}",
+                f"{row['goodput']:.0f} ({min(seeds):.0f} to {max(seeds):.0f})",
+                ratio(row["goodput"] / others),
+                *(f"{100 * row['classes'][kind]:.0f}" for kind in ("code", "chat", "summary")), kept,
+            ])  # fmt: skip
+    return markdown(
+        "arrivals | policy | attained, % | goodput, tokens/s (seeds) | of the best other | code | chat "
+        "| summaries | guarantees kept",
+        lines,
+    )
+
+
+@table
 def throughput() -> str:
     rows = result("serving-throughput-cpu-2core-0.3B-bf16.json")["results"]
     names = {

@@ -77,7 +77,8 @@ class BatchFormation:
         self._share = 1.0  # share of a full batch that memory allows
         # Seconds of a step without drafts to which the policy can fall back; inf: it cannot
         self._plain_s = math.inf
-        # Decoding requests that would miss their TPOT SLO even if they decoded alone from now on
+        # Decoding requests that would miss their TPOT SLO, or an open window that is guaranteed, even if
+        # they decoded alone from now on
         self._lost = set[Request]()
 
     def form(
@@ -152,7 +153,7 @@ class BatchFormation:
 
     def _keeping(self, decoding: Sequence[Request]) -> list[Request]:
         """Return the guaranteed requests that can still keep their TPOT SLO."""
-        return [r for r in decoding if r.is_guaranteed and r not in self._lost]
+        return [r for r in decoding if r.is_guaranteed and not self._is_spare(r)]
 
     def _plain_chunk(
         self, running: Sequence[Request], num_decoding: int, allowed_s: float, now_s: float
@@ -228,7 +229,11 @@ class BatchFormation:
         if self._admission in ("fcfs", "priority"):
             return math.inf
         step_s = self._costs.step_s(len(decoding))
-        dues_s = (self._due_s(request, now_s, step_s) for request in self._keeping(decoding))
+        dues_s = (
+            self._due_s(request, now_s, step_s)
+            for request in decoding
+            if request.is_guaranteed and request not in self._lost
+        )
         return max(min(dues_s, default=math.inf), 0.0)
 
     def _is_lost(self, request: Request, now_s: float) -> bool:
@@ -240,7 +245,7 @@ class BatchFormation:
         # The first token of a stage takes a whole step.
         is_first = request.stage_due_s < math.inf
         least_s = step_s if is_first else num_left * step_s / self._costs.recent.lasting_tokens
-        return request.pace_s * (emitted + num_left) - elapsed_s < least_s
+        return bool(request.pace_s * (emitted + num_left) - elapsed_s < least_s)
 
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
         """Return the seconds within which a step with the request must end to keep its pace.
@@ -400,8 +405,11 @@ class BatchFormation:
         return self._is_spare(request) or self._due_s(request, now_s, step_s) > WAIT * step_s
 
     def _is_spare(self, request: Request) -> bool:
-        """Return whether a request has no guarantee, or cannot keep it."""
-        return request.is_best_effort or request in self._lost
+        """Return whether a request has no guarantee, or cannot keep it; windows that are guaranteed
+        count until one is missed.
+        """
+        is_lost = request in self._lost and not request.has_open_guarantee
+        return request.is_best_effort or is_lost
 
     def _is_overdue(self, request: Request) -> bool:
         return self._num_skipped[request] >= MAX_SKIPPED

@@ -120,8 +120,8 @@ class ReplicaLoad:
         """Return the expected seconds of a step that decodes so many requests."""
         if not num_requests:
             return 0.0
-        tokens_s = self.step_s(num_requests * self.nodes) + self.request_s * num_requests
-        return self.draft_s + tokens_s
+        tokens_s: float = self.step_s(num_requests * self.nodes)
+        return self.draft_s + tokens_s + self.request_s * num_requests
 
     def _decoding_s(self, num_requests: int) -> float:
         return self.decoding_step_s(num_requests) / self.acceptance_length
