@@ -231,7 +231,7 @@ def test_slos_of_bodies_and_headers(served):
         and found["guaranteed"]
         and found["attained"] is not None
     )
-    assert (found["window_guarantee"], type(found["windows_kept"])) == (0.95, bool)
+    assert (found["window_guarantee"], type(found["windows_kept"])) == (None, bool)
     headers = {"x-llm-d-slo-tpot-ms": "700", "x-slo-tpot-ms": "1", "x-slo-ttft-ms": "9000"}
     answer = served.client.post(
         "/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}, headers=headers
