@@ -173,12 +173,12 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
     requests = [*scheduler.running, *scheduler.waiting, *([arrival.request] if is_added else [])]
     prefill_tokens = sum(request.num_uncached for request in requests if not request.is_decoding)
     prefill_s = load.step_s(prefill_tokens) if prefill_tokens else 0.0
-    step_s = load.decoding_step_s(len(requests))
+    token_s = load.decoding_s(len(requests))
     total = 0.0
     for request in requests:
         elapsed_s, emitted = request.decoded(arrival.now_s) if request.num_emitted else (0.0, 0)
         if request.pace_s is not None:
-            left_s = request.num_left * step_s / load.acceptance_length + prefill_s
+            left_s = request.num_left * token_s + prefill_s
             total += (
                 (elapsed_s + left_s) / (request.pace_s * (emitted + request.num_left))
             ) ** POWER

@@ -97,14 +97,12 @@ def best_lengths(
     fixed_s = (longest - 1) * draft_level_s + request_s * (~is_due @ num_decoding)
     share_left = np.maximum(1.0 - request_s * due, 0.0)
     # tokens of the largest step within each limit
-    last = np.searchsorted(
-        seconds, limits * np.where(share_left > 0.0, share_left, 1.0) - fixed_s, side="right"
-    )
+    last = np.searchsorted(seconds, limits * share_left - fixed_s, side="right")
     tokens = tokens[: last.max()]
     seconds = seconds[: last.max()]
     is_step = (tokens >= np.maximum(loads, 1)[:, None]) & (tokens <= last[:, None])
     # no length is enough for some limits, as Acc(s) never exceeds 1 / (1 - a)
-    is_step &= ((longest <= max_len) & (share_left > 0.0))[:, None]
+    is_step &= (longest <= max_len)[:, None]
     loads = (lengths * ~is_due) @ num_decoding  # tokens per step
     per_s = share_left[:, None] / (seconds + fixed_s[:, None])  # steps per second
     rates = (tokens - loads[:, None]) * per_s - due[:, None]

@@ -77,9 +77,7 @@ class BatchFormation:
         self._share = 1.0  # share of a full batch that memory allows
         # Seconds of a step without drafts to which the policy can fall back; inf: it cannot
         self._plain_s = math.inf
-        # Decoding requests that would miss their TPOT SLO, or an open window that is guaranteed, even if
-        # they decoded alone from now on
-        self._lost = set[Request]()
+        self._lost = set[Request]()  # decoding requests that can no longer keep their SLO or window
 
     def form(
         self, running: Sequence[Request], rank: Rank, has_waiting: bool, now_s: float
@@ -93,7 +91,7 @@ class BatchFormation:
             now_s: time at which the step begins.
         """
         decoding = [request for request in running if request.is_decoding]
-        self._lost = {request for request in decoding if self._is_lost(request, now_s)}
+        self._lost = self._lost_of(decoding, now_s)
         self._plain_s = self._plain_step_s(decoding)
         allowed_s = self._allowed_s(decoding, now_s)
         taking_part = self._taking_part(running, decoding, allowed_s, now_s)
@@ -148,8 +146,8 @@ class BatchFormation:
         """Return the maximum seconds of a step for which one token per step keeps all guaranteed
         requests on pace.
         """
-        paces_s = (request.pace_s for request in self._keeping(decoding))
-        return AHEAD * min(filter(None, paces_s), default=math.inf)
+        paces_s = (request.pace_s or math.inf for request in self._keeping(decoding))
+        return AHEAD * min(paces_s, default=math.inf)
 
     def _keeping(self, decoding: Sequence[Request]) -> list[Request]:
         """Return the guaranteed requests that can still keep their TPOT SLO."""
@@ -226,26 +224,28 @@ class BatchFormation:
 
         Requests that miss their SLO anyway do not count.
         """
-        if self._admission in ("fcfs", "priority"):
+        keeping = [r for r in decoding if r.is_guaranteed and r not in self._lost]
+        if self._admission in ("fcfs", "priority") or not keeping:
             return math.inf
         step_s = self._costs.step_s(len(decoding))
-        dues_s = (
-            self._due_s(request, now_s, step_s)
-            for request in decoding
-            if request.is_guaranteed and request not in self._lost
-        )
-        return max(min(dues_s, default=math.inf), 0.0)
+        return max(min(self._due_s(each, now_s, step_s) for each in keeping), 0.0)
 
-    def _is_lost(self, request: Request, now_s: float) -> bool:
-        """Return whether a request would miss its TPOT SLO even if it decoded alone from now on."""
-        if request.pace_s is None:
-            return False
-        elapsed_s, emitted, num_left = request.paced(now_s)
+    def _lost_of(self, decoding: Sequence[Request], now_s: float) -> set[Request]:
+        """Return the requests that would miss their TPOT SLO, or an open window that is guaranteed,
+        even if they decoded alone from now on.
+        """
+        if not any(request.pace_s for request in decoding):
+            return set()
         step_s = self._costs.step_s(1)
-        # The first token of a stage takes a whole step.
-        is_first = request.stage_due_s < math.inf
-        least_s = step_s if is_first else num_left * step_s / self._costs.recent.lasting_tokens
-        return bool(request.pace_s * (emitted + num_left) - elapsed_s < least_s)
+        token_s = step_s / self._costs.recent.lasting_tokens
+
+        def is_lost(request: Request) -> bool:
+            elapsed_s, emitted, num_left = request.paced(now_s)
+            # The first token of a stage takes a whole step.
+            least_s = num_left * token_s if request.stage_due_s == math.inf else step_s
+            return bool((request.pace_s or math.inf) * (emitted + num_left) - elapsed_s < least_s)
+
+        return set(filter(is_lost, decoding))
 
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
         """Return the seconds within which a step with the request must end to keep its pace.
@@ -389,10 +389,9 @@ class BatchFormation:
         """Return whether a request can keep its pace only if steps commit several of its tokens;
         False if it cannot at all.
         """
-        if request.pace_s is None or request in self._lost:
-            return False
         elapsed_s, emitted, num_left = request.paced(now_s)
-        return plain_s * num_left > AHEAD * request.pace_s * (emitted + num_left) - elapsed_s
+        left_s = AHEAD * (request.pace_s or math.inf) * (emitted + num_left) - elapsed_s
+        return request not in self._lost and plain_s * num_left > left_s
 
     def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
         """Return whether a decoding request may be skipped for the first token of another."""
@@ -408,8 +407,7 @@ class BatchFormation:
         """Return whether a request has no guarantee, or cannot keep it; windows that are guaranteed
         count until one is missed.
         """
-        is_lost = request in self._lost and not request.has_open_guarantee
-        return request.is_best_effort or is_lost
+        return request.is_best_effort or (request in self._lost and not request.has_open_guarantee)
 
     def _is_overdue(self, request: Request) -> bool:
         return self._num_skipped[request] >= MAX_SKIPPED

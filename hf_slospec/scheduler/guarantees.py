@@ -123,8 +123,9 @@ def _rate_of(
         )
         if not all(is_plain[tier] for tier, count in enumerate(counts) if count):
             return speculating
-        plain = prefill_rate(curve, plain_s, counts, 0.0, 1, MAX_STEP, 0.0, request_s)
-        return max(speculating, plain)
+        return max(
+            speculating, prefill_rate(curve, plain_s, counts, 0.0, 1, MAX_STEP, 0.0, request_s)
+        )
 
     return rate
 

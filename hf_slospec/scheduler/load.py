@@ -102,12 +102,12 @@ class ReplicaLoad:
         time of all pending prefill, which every request waits for, divided by the tokens of an
         output.
         """
-        return self._decoding_s(self.num_requests) + self.prefill_s() / self.output_tokens
+        return self.decoding_s(self.num_requests) + self.prefill_s() / self.output_tokens
 
     @cached_property
     def next_decoding_s(self) -> float:
         """Expected seconds per output token with one more request, without the time of prefill."""
-        return self._decoding_s(self.num_requests + 1)
+        return self.decoding_s(self.num_requests + 1)
 
     def prefill_s(self, more_tokens: int = 0) -> float:
         """Return the expected seconds of all pending prefill and of ``more_tokens`` further prompt
@@ -116,15 +116,13 @@ class ReplicaLoad:
         num_tokens = self.prefill_tokens + more_tokens
         return self.step_s(num_tokens) if num_tokens > 0 else 0.0
 
-    def decoding_step_s(self, num_requests: int) -> float:
-        """Return the expected seconds of a step that decodes so many requests."""
+    def decoding_s(self, num_requests: int) -> float:
+        """Return the expected seconds per output token of so many decoding requests."""
         if not num_requests:
             return 0.0
-        tokens_s: float = self.step_s(num_requests * self.nodes)
-        return self.draft_s + tokens_s + self.request_s * num_requests
-
-    def _decoding_s(self, num_requests: int) -> float:
-        return self.decoding_step_s(num_requests) / self.acceptance_length
+        tokens_s = self.step_s(num_requests * self.nodes)
+        step_s = self.draft_s + self.request_s * num_requests + tokens_s
+        return float(step_s / self.acceptance_length)
 
     def with_request(self, need: Need, is_guaranteed: bool) -> ReplicaLoad:
         """Return the load with one more request, which was sent to the replica after its report."""
