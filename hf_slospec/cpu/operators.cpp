@@ -231,11 +231,10 @@ struct Rules {
 
 inline int64_t rounded_up(int64_t n, int64_t size) { return (n + size - 1) / size * size; }
 
-constexpr int64_t TILE = 16;           // rows, and pairs of a row, of a matrix tile
-constexpr int64_t MIN_TILE_ROWS = 8;   // fewer are multiplied with vectors
+constexpr int64_t MIN_TILE_ROWS = 8;  // fewer are multiplied with vectors
 
 // Configures this thread's matrix tiles for attention; returns whether there are any.
-inline bool tiles_are_ready() {
+inline bool configure_tiles_for_attention() {
 #ifdef HAS_TILES
   if (!has_tiles()) return false;
   configure_tiles(TILE_ROWS, 2 * TILE_PAIRS);
@@ -247,7 +246,7 @@ inline bool tiles_are_ready() {
 
 inline void release_tiles() {
 #ifdef HAS_TILES
-  if (has_tiles()) _tile_release();
+  _tile_release();
 #endif
 }
 
@@ -319,10 +318,11 @@ struct Keys {
 };
 
 // Attention of one tile's tokens, for the query heads of one KV head; scores and sums in fp32, softmax block by block.
-// With `is_invariant`, a token's keys are in blocks by their number on its own path.
+// With `is_invariant`, a token's keys are in blocks by their number on its own path; with `has_tiles`, matrix tiles are
+// configured.
 template <typename T>
 void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, const Rules& rules, const Tile& tile,
-                 int64_t kv_head, bool is_invariant, Tensor& out, std::vector<float>& buffer) {
+                 int64_t kv_head, bool is_invariant, bool has_tiles, Tensor& out, std::vector<float>& buffer) {
   using E = Element<T>;
   constexpr int64_t SIZE = std::is_same_v<E, pair> ? 2 : 1;  // elements of T in one of E
   const int64_t dim = query.size(3), value_dim = layer.values.size(2), groups = query.size(1) / layer.keys.size(1);
@@ -341,10 +341,10 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
   if (rules.chunk) low = std::max(low, prefix_len / rules.chunk * rules.chunk);
   low = low / BLOCK * BLOCK;
 
-  const bool in_tiles = std::is_same_v<E, pair> && !is_invariant && num_rows >= MIN_TILE_ROWS && tiles_are_ready();
-  const int64_t rows_held = in_tiles ? rounded_up(num_rows, TILE) : num_rows;  // those behind the tile's tokens are 0
+  const bool in_tiles = has_tiles && num_rows >= MIN_TILE_ROWS;
+  const int64_t rows_held = in_tiles ? rounded_up(num_rows, TILE_ROWS) : num_rows;  // those behind the tile's tokens are 0
   const int64_t value_width = rounded_up(value_dim, BLOCK);
-  const int64_t query_width = in_tiles ? rounded_up(dim, 2 * TILE) / 2 : (dim + SIZE - 1) / SIZE;
+  const int64_t query_width = in_tiles ? rounded_up(dim, 2 * TILE_PAIRS) / 2 : (dim + SIZE - 1) / SIZE;
   buffer.assign(rows_held * (query_width + 2 * BLOCK + value_width + 2) + BLOCK * (query_width + value_width), 0.0f);
   float* scores = buffer.data();                     // [rows_held, BLOCK]
   float* sums = scores + rows_held * BLOCK;          // [rows_held, value_width]
@@ -375,7 +375,7 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
                             int64_t stride) {
 #ifdef HAS_TILES
     if constexpr (std::is_same_v<E, pair>)
-      if (in_tiles) return add_tiles(rounded_up(rows, TILE), a, a_stride, b, b_stride, n, to, stride);
+      if (in_tiles) return add_tiles(rounded_up(rows, TILE_ROWS), a, a_stride, b, b_stride, n, to, stride);
 #endif
     add_product(rows, a, a_stride, b, b_stride, n, to, stride);
   };
@@ -385,7 +385,7 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
     pack_values(from.values, from.value_stride, n, value_dim, values, value_width);
     int64_t num_value_rows = (n + SIZE - 1) / SIZE;
     if (in_tiles) {  // values of unseen keys are those of an earlier block, whose products with 0 may be NaN
-      const int64_t end = rounded_up(num_value_rows, TILE);
+      const int64_t end = rounded_up(num_value_rows, TILE_PAIRS);
       std::fill(values + num_value_rows * value_width, values + end * value_width, E{});
       num_value_rows = end;
     }
@@ -503,10 +503,11 @@ void attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, L
   std::atomic<int64_t> num_left{int64_t(tiles.size()) * num_kv_heads};
   at::parallel_for(0, std::min<int64_t>(num_left, at::get_num_threads()), 1, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer;
+    const bool has_tiles = std::is_same_v<Element<T>, pair> && !is_invariant && configure_tiles_for_attention();
     for (int64_t task; (task = --num_left) >= 0;)
-      attend_tile<T>(query, layer, plan, rules, tiles[task / num_kv_heads], task % num_kv_heads, is_invariant, out,
-                     buffer);
-    release_tiles();
+      attend_tile<T>(query, layer, plan, rules, tiles[task / num_kv_heads], task % num_kv_heads, is_invariant, has_tiles,
+                     out, buffer);
+    if (has_tiles) release_tiles();
   });
 }
 

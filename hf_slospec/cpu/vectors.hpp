@@ -176,9 +176,9 @@ inline void store_as(T* to, const float* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = T(from[i]);
 }
 
-#ifdef HAS_TILES
-constexpr int64_t TILE_ROWS = 16;
+constexpr int64_t TILE_ROWS = 16, TILE_PAIRS = 16;  // rows of a matrix tile, and pairs of a row
 
+#ifdef HAS_TILES
 // Asks Linux once to let this process use matrix tiles; returns whether it does.
 inline bool has_tiles() {
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
@@ -203,8 +203,6 @@ inline void configure_tiles(int64_t rows, int64_t span) {
   finish_stores();
   _tile_loadconfig(&config);
 }
-
-constexpr int64_t TILE_PAIRS = 16;  // of one row, which is summed over in one product of tiles
 
 // The same as `add_product` for rows and n that are multiples of a tile's; tiles must be configured for whole ones.
 inline void add_tiles(int64_t rows, const pair* a, int64_t a_stride, const pair* b, int64_t b_stride, int64_t n, float* out,
