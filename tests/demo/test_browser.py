@@ -102,6 +102,16 @@ class Visit:
             arg=[selector, before],
         )
 
+    def waits_for_layout(self, condition, *selectors):
+        """Wait until all elements are there and their boxes, read at once, fulfil the condition."""
+        self.page.wait_for_function(
+            "selectors => { const own = selectors.map(one => document.querySelector(one));"
+            " if (own.includes(null)) return false;"
+            " const boxes = own.map(one => one.getBoundingClientRect());"
+            f" return {condition}; }}",
+            arg=selectors,
+        )
+
     def says(self, selector, words):
         sync_api.expect(self.page.locator(selector)).to_contain_text(words, timeout=WAIT_MS)
 
@@ -128,8 +138,8 @@ def visit(browser, desktop, served):
 
 def test_three_streams_run_and_nothing_leaves_the_machine(visit, served):
     page = visit()
-    users = [page.page.locator(f"#user-{place}").bounding_box() for place in range(4)]
-    assert len({user["y"] for user in users}) == 1  # four in a row
+    users = [f"#user-{place}" for place in range(4)]
+    page.waits_for_layout("boxes.every(box => box.y === boxes[0].y)", *users)  # four in a row
     for place in range(3):
         page.writes(f"#user-{place}")
         page.grows(f"#user-{place}")
@@ -229,12 +239,10 @@ def test_it_fits_a_phone(visit, colors):
     assert width <= PHONE["width"]
     page.page.locator("#own-write").tap()
     page.writes("#own-card")
-    policy, own, user = (
-        page.page.locator(place).bounding_box() for place in ("#policy", "#own-card", "#user-0")
-    )
     # The policy and the visitor's answer are seen together without scrolling.
-    assert policy["y"] < own["y"] < user["y"]
-    assert own["y"] + own["height"] <= PHONE["height"]
+    in_order = "boxes[0].y < boxes[1].y && boxes[1].y < boxes[2].y"
+    seen = f"boxes[1].bottom <= {PHONE['height']}"
+    page.waits_for_layout(f"{in_order} && {seen}", "#policy", "#own-card", "#user-0")
     page.shoot(f"phone-{colors}")
 
 
