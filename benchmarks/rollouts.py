@@ -8,6 +8,9 @@ the same weights, and drafts are looked up in the answers of earlier epochs. The
 at every batch. Counts (``steps``, ``drafted``, ``accepted``) do not depend on the machine if the
 policy does not (``--config '{"policy": "fixed", "max_depth": 4, "max_width": 3}'``); times do.
 
+With a trained head as ``--drafter``, the system "hf_slospec, retrained" trains it after every epoch
+on the epoch's completions (``HeadRetrainer``), in seconds that are counted apart.
+
 The file is written after every batch, and continued where it was interrupted, with the past answers
 of the file beside it. Without ``--target``, the embedded target completes code in fp32.
 """
@@ -33,6 +36,8 @@ from benchmarks.spec_bench import TASKS
 from hf_slospec.cli.benchmark import provenance
 
 PLAIN = f"{OURS}, no drafts"
+RETRAINED = f"{OURS}, retrained"
+ENABLED = (OURS, PLAIN, RETRAINED)
 SYSTEMS = (OURS, PLAIN, BATCHES, GENERATE)
 # Facts of a file that must be those of the run which continues it
 FACTS = ("target", "drafter", "prompts", "per_batch", "completions", "tokens", "limit", "config",
@@ -62,17 +67,20 @@ class Measurement:
         self.options = options
         self.past = hf_slospec.PastAnswers(max_per_prompt=2 * options.completions)
         self.facts = provenance(
-            target=Path(options.target or "embedded").name, drafter=options.drafter,
+            target=Path(options.target or "embedded").name, drafter=Path(options.drafter).name,
             prompts=options.prompts, per_batch=options.per_batch, completions=options.completions,
             tokens=options.tokens, limit=options.limit, systems=options.systems,
             config=options.config.model_dump_json(exclude_unset=True),
         )  # fmt: skip
         self.rows = list[dict[str, Any]]()
+        self.training = dict[int, dict[str, Any]]()  # of the head, by the epoch before it
         if options.json is not None and options.json.exists():
             found = json.loads(options.json.read_text(encoding="utf-8"))
             changed = [name for name in FACTS if found["provenance"][name] != self.facts[name]]
-            if changed:
-                raise SystemExit(f"{options.json} was measured with another {', '.join(changed)}")
+            if changed or RETRAINED in options.systems:
+                raise SystemExit(
+                    f"{options.json} was measured with another {', '.join(changed) or 'head'}"
+                )
             self.facts = found["provenance"]
             self.rows = found["rows"]
             self.past.load(self._past_file)
@@ -83,10 +91,11 @@ class Measurement:
             pad_token_id=tokenizer.pad_token_id or 0,
         )  # fmt: skip
         self.enabled = {
-            name: self._enabled(name, tokenizer)
-            for name in (OURS, PLAIN)
-            if name in options.systems
+            name: self._enabled(name, tokenizer) for name in ENABLED if name in options.systems
         }
+        self.retrainer = hf_slospec.HeadRetrainer(every=options.prompts * options.completions)
+        if RETRAINED in self.enabled:
+            self.retrainer.attach(self.enabled[RETRAINED])
 
     def _enabled(self, name: str, tokenizer: Any) -> Any:
         model, _, _ = loaded(self.options)
@@ -121,6 +130,11 @@ class Measurement:
                 seed = 10_000 * epoch + 100 * batch
                 found = self.measure(systems[first:] + systems[:first], prompts, self.config, seed)
                 self.rows += [{"epoch": epoch, "batch": batch, **one} for one in found]
+                self.save()
+            if RETRAINED in self.enabled:
+                begun_s = time.perf_counter()
+                loss = self.retrainer.train()
+                self.training[epoch] = {"seconds": time.perf_counter() - begun_s, "loss": loss}
                 self.save()
             print(f"epoch {epoch}: {json.dumps(self.summary(epoch))}", flush=True)
 
@@ -186,6 +200,7 @@ class Measurement:
         content = {
             "provenance": self.facts,
             "epochs": {epoch: self.summary(epoch) for epoch in epochs},
+            "training": self.training,
             "rows": self.rows,
         }
         self.options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -206,7 +221,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--completions", type=int, default=8, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=128, help="longest completion")
     parser.add_argument("--limit", type=int, default=16, help="rows that run together")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument(
+        "--systems", nargs="+", default=list(SYSTEMS), choices=(*SYSTEMS, RETRAINED)
+    )
     parser.add_argument("--json", type=Path)
     Measurement(parser.parse_args(arguments)).run()
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # the names of :data:`_NAMES` again, for type checkers and ed
     from hf_slospec.tiny.embedded import load_tiny_drafter as load_tiny_drafter
     from hf_slospec.tiny.embedded import load_tiny_pair as load_tiny_pair
     from hf_slospec.tiny.embedded import tiny_prompts as tiny_prompts
+    from hf_slospec.training.retraining import HeadRetrainer as HeadRetrainer
     from hf_slospec.tree.tree import TokenTree as TokenTree
 
 # Module -> the public names that it defines. A module is imported when one of its names is first
@@ -92,6 +93,7 @@ _NAMES = {
     "request.request": "Request",
     "request.slo": "SLOStage",
     "request.state": "Progress",
+    "training.retraining": "HeadRetrainer",
     "tiny.embedded": "load_tiny_drafter load_tiny_pair tiny_prompts",
     "tree.tree": "TokenTree",
 }

@@ -46,7 +46,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.extras import need
 from hf_slospec.generate.arguments import check_decoder_only, configured
-from hf_slospec.generate.call import Decoder, Done
+from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.images import keeping_rope_deltas
 from hf_slospec.generate.prepare import prepare
 from hf_slospec.model.host_memory import return_freed_memory
@@ -313,7 +313,7 @@ class BatchingService:
         self._samplers.pop(request, None)
         request.drop_hooks()
         self.telemetry.on_end(request)
-        self.decoder.done += Done.of(request)
+        self.decoder.count(request)
         if self._observer is not None:
             self._observer.on_end(request)
 

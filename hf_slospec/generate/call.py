@@ -141,7 +141,7 @@ class Decoder:
         check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
         self.tokenizer = tokenizer
         assistant, self._drafter = one_way_to_draft(assistant_model, drafter)
-        self._method = drafting_method(
+        self.method = drafting_method(
             self.model, assistant, self._drafter, tokenizer, assistant_tokenizer
         )
         self._target: CheckedModel | None = None
@@ -156,9 +156,10 @@ class Decoder:
         # Selects the policy of submitted requests; None: as that of calls.
         self.batcher_config: SLOSpecConfig | None = None
         self.done = Done()  # of all calls and submitted requests
+        self.on_end: Callable[[Request], None] | None = None  # called with each row that is counted
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
-            self._speculator = Speculator(self._target, self._method, self.config, make_policy)
+            self._speculator = Speculator(self._target, self.method, self.config, make_policy)
         except UnsupportedModelError as error:
             if not fallback:
                 raise
@@ -167,7 +168,7 @@ class Decoder:
     @property
     def drafts(self) -> str:
         """Kind of the drafting method of calls that name none."""
-        return self._method.kind
+        return self.method.kind
 
     @property
     def is_led(self) -> bool:
@@ -229,8 +230,14 @@ class Decoder:
         """Decode a call, and count what it did."""
         output = decode(call)
         for request in call.rows.requests:
-            self.done += Done.of(request)
+            self.count(request)
         return output
+
+    def count(self, request: Request) -> None:
+        """Count a row that has ended."""
+        self.done += Done.of(request)
+        if self.on_end is not None:
+            self.on_end(request)
 
     def speculator_of(
         self, arguments: dict[str, Any], drafter: Drafting | None = None
@@ -301,7 +308,7 @@ class Decoder:
         if (
             self._target is not None
             and draft is not None
-            and (draft is not self._method.model or tokenizers)
+            and (draft is not self.method.model or tokenizers)
         ):
             new_method = partial(assistant_method, draft, self.model, *tokenizers)
             return self._cached("assistant", (draft, *tokenizers), new_method)

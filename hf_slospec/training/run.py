@@ -247,9 +247,28 @@ def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> N
         )
 
 
+def optimizers_of(module: torch.nn.Module, scale: float = 1.0) -> tuple[Muon, torch.optim.AdamW]:
+    """Return the optimizers of a head's own parameters: AdamW for vectors and weights with a row
+    per vocabulary entry, Muon for all other matrices.
+
+    Args:
+        module: the head's :func:`own_modules`.
+        scale: factor of the learning rates.
+    """
+    matrices = list[torch.nn.Parameter]()
+    vectors = list[torch.nn.Parameter]()
+    for name, parameter in module.named_parameters():
+        is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+        is_muons = is_matrix and not name.startswith(PER_TOKEN)
+        (matrices if is_muons else vectors).append(parameter)
+    return (
+        Muon(matrices, lr=scale * MATRICES_RATE, weight_decay=0.01, momentum=0.95),
+        torch.optim.AdamW(vectors, lr=scale * OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+
+
 class Trainer:
-    """Trains a head: AdamW updates vectors and weights with a row per vocabulary entry, Muon
-    updates all other matrices.
+    """Trains a head with :func:`optimizers_of`.
 
     Learning rates rise, stay constant, and fall to zero. Random choices depend only on seed and
     step, so that an interrupted and resumed run gives the same weights.
@@ -281,16 +300,7 @@ class Trainer:
         )
         self.batch_of = batches(options.seed, [len(text.ids) for text in training], options.batch)
         module = own_modules(head, target)
-        matrices: list[torch.nn.Parameter] = []
-        vectors: list[torch.nn.Parameter] = []
-        for name, parameter in module.named_parameters():
-            is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
-            is_muons = is_matrix and not name.startswith(PER_TOKEN)
-            (matrices if is_muons else vectors).append(parameter)
-        optimizers = (
-            Muon(matrices, lr=MATRICES_RATE, weight_decay=0.01, momentum=0.95),
-            torch.optim.AdamW(vectors, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-        )
+        optimizers = optimizers_of(module)
         warm_up = int(WARM_UP * options.steps)
         decay = int(DECAY * options.steps)
         schedules = [
