@@ -32,6 +32,7 @@ PRODUCTS = {
     "AVX2 (restricted)": "products-cpu-2core-avx2.json",
 }
 VERSUS = "versus-smollm2-135m-cpu-2core-amx-bf16.json"
+RETRAINING = "retraining-embedded-cpu-2core-fp32.json"
 ROLLOUTS = "rollouts-epochs-smollm2-135m-cpu-2core-amx-bf16.json"
 NOISE = "noise-cpu-amx.json"
 SPINNING = "spinning-smollm2-135m-cpu-2core-amx.json"
@@ -454,6 +455,16 @@ def rollouts() -> str:
         "of stock `generate`"
     )
     return markdown(header, lines)
+
+
+@table
+def retraining() -> str:
+    """Tokens per step while the target is trained, by a head that stays and one that follows."""
+    lines = [
+        [each["epoch"], f"{each['reward']:.1f}", f"{each['kept']:.2f}", f"{each['retrained']:.2f}"]
+        for each in result(RETRAINING)["epochs"]
+    ]
+    return markdown("epoch | reward | head as it was | retrained", lines)
 
 
 @table

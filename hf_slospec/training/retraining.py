@@ -176,7 +176,7 @@ class HeadRetrainer(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Attach to the model, and load the head of the checkpoint that training resumes from."""
+        """Start to collect the model's texts, and load the head of the checkpoint that training resumes from."""
         self.attach(model)
         if (path := self._path(args, state)).exists():
             own_modules(self._student, self._target).load_state_dict(load_file(path))

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks import rollouts
-from benchmarks.rollouts import OURS
+from benchmarks.rollouts import OURS, RETRAINED
+from hf_slospec.tiny.embedded import FOLDER
 
 CONFIG = '{"policy": "fixed", "max_depth": 3, "max_width": 2, "compile": false}'
 
@@ -31,3 +32,18 @@ def test_epochs_are_measured_and_continued(tmp_path, capsys):
     assert capsys.readouterr().out.count("epoch ") == 3
     with pytest.raises(SystemExit, match="another tokens"):
         rollouts.main([*arguments, "--epochs", "2", "--tokens", "13"])
+
+
+def test_a_head_is_retrained_between_epochs(tmp_path):
+    file = tmp_path / "rollouts.json"
+    small = ["--prompts", "1", "--per-batch", "1", "--completions", "2", "--tokens", "16"]
+    arguments = [*small, "--config", CONFIG, "--systems", RETRAINED, "--json", str(file)]
+    arguments += ["--drafter", str(FOLDER / "eagle3"), "--epochs", "2"]
+    rollouts.main(arguments)
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["provenance"]["drafter"] == "eagle3"
+    assert [epoch for epoch, training in found["training"].items() if training["loss"] > 0] == [
+        "1", "2"
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="another head"):
+        rollouts.main(arguments)
