@@ -8,6 +8,7 @@ which takes as long as one decode step.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -59,11 +60,18 @@ def digest(weights: Iterable[torch.Tensor]) -> Digest:
     return tuple(checksums)
 
 
+def is_packed(weight: torch.Tensor) -> bool:
+    """Return whether a weight is a ``QuantisedWeight`` (cpu/quantised_weight.py), whose values never
+    change.
+    """
+    return hasattr(type(weight), "matrix")
+
+
 def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors that hold a weight's values: several if it is quantised, none if it
-    is offloaded.
+    is offloaded or its values never change.
     """
-    if weight.is_meta:
+    if weight.is_meta or is_packed(weight):
         return
     if weight.is_nested and type(weight) is torch.Tensor:
         for part in weight.unbind():
@@ -80,11 +88,15 @@ def component_reader(weight: torch.Tensor) -> Callable[[Any], tuple[torch.Tensor
     objects of the same library (the ``quant_state`` of bitsandbytes). The function raises
     AttributeError for a weight without these attributes.
     """
-    names = [] if type(weight) in PLAIN else list(_component_names(weight, {id(weight)}))
-    if hasattr(weight, "__tensor_flatten__") and len(names) > 1:
+    names = () if type(weight) in PLAIN else tuple(_component_names(weight, {id(weight)}))
+    return _reader(names, not hasattr(weight, "__tensor_flatten__"))
+
+
+@functools.cache
+def _reader(names: tuple[str, ...], has_storage: bool) -> Callable[[Any], tuple[torch.Tensor, ...]]:
+    if len(names) > 1 and not has_storage:
         return operator.attrgetter(*names)  # in C, as weights are read in every step
     readers = [operator.attrgetter(name) for name in names]
-    has_storage = not hasattr(weight, "__tensor_flatten__")
     return lambda weight: (*((weight,) if has_storage else ()), *(read(weight) for read in readers))
 
 
@@ -134,7 +146,8 @@ def state_of(weight: torch.Tensor) -> State:
     """Return the address and the count of writes of each tensor that holds a weight's values."""
     tensors = list(_stored(weight))
     if not tensors:
-        return ((id(weight), None),)
+        matrix: Any = getattr(weight, "matrix", None)
+        return ((id(weight) if matrix is None else matrix.id, None),)
     return tuple(
         (address(each), None if each.is_inference() else each._version) for each in tensors
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,7 +14,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_slospec.forks import Lock, reset_in_children
-from hf_slospec.model.checksum import PLAIN, Digest, State, component_reader, digest, state_of
+from hf_slospec.model.checksum import (
+    PLAIN,
+    Digest,
+    State,
+    component_reader,
+    digest,
+    is_packed,
+    state_of,
+)
 from hf_slospec.model.linear_overrides import (
     all_modules,
     container_kind,
@@ -110,6 +118,8 @@ class ModelVersion:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
+        self._held = _Held()
+        self._held_by_adapters = _Held()
         self.weights = 0
         self.storage = 0
         self.modules = 0
@@ -172,7 +182,7 @@ class ModelVersion:
             structure: count changes of submodules and hooks, too, which takes about 0.05 ms.
         """
         with self._lock:
-            attributes = _held_by(self._adapters)
+            attributes = self._held_by_adapters.read(self._adapters)
             parts = self._parts_and_hooks() if structure else self._structure
             has_other_parts = not are_same(self._structure, parts)
             if has_other_parts:
@@ -229,7 +239,7 @@ class ModelVersion:
             for module, kind in zip(self.all_parts, self._classes, strict=True)
             if library_of(kind) not in BUILDERS
         ]
-        self._adapter_attributes = _held_by(self._adapters)
+        self._adapter_attributes = self._held_by_adapters.read(self._adapters)
         self._submodules = [part._modules for part in self.all_parts if part._modules]
         self._hooks = [
             hooks
@@ -240,8 +250,8 @@ class ModelVersion:
         self._find_places()
 
     def _parts_and_hooks(self) -> list[Any]:
-        submodules = itertools.chain.from_iterable(parts.values() for parts in self._submodules)
-        hooks = itertools.chain.from_iterable(hooks.values() for hooks in self._hooks if hooks)
+        submodules = itertools.chain.from_iterable(map(dict.values, self._submodules))
+        hooks = itertools.chain.from_iterable(map(dict.values, filter(None, self._hooks)))
         return [*submodules, *itertools.filterfalse(is_unchanging, list(hooks))]
 
     def _find_places(self) -> None:
@@ -249,8 +259,10 @@ class ModelVersion:
         whose addresses CUDA graphs and copies depend on.
         """
         self._named: list[tuple[list[dict[str, Any]], list[str]]] = []
-        # Dict, name and reader of the components of each weight of another class than torch's.
-        self._quantised: list[tuple[dict[str, Any], str, Callable[[Any], Any]]] = []
+        # Dicts and names of weights of other classes than torch's, by what reads their components.
+        self._quantised = defaultdict[Callable[[Any], Any], tuple[list[Any], list[str]]](
+            lambda: ([], [])
+        )
         self._has_copies = False
         for kind in ("_parameters", "_buffers"):
             holders: list[dict[str, Any]] = []
@@ -260,7 +272,9 @@ class ModelVersion:
                     if weight is None or weight.is_inference() or weight.is_meta:
                         continue
                     if type(weight) not in PLAIN:
-                        self._quantised.append((holder, name, component_reader(weight)))
+                        places = self._quantised[component_reader(weight)]
+                        places[0].append(holder)
+                        places[1].append(name)
                     elif _is_dense(weight):
                         holders.append(holder)
                         names.append(name)
@@ -273,8 +287,8 @@ class ModelVersion:
         try:  # map() and operators in C, as this runs in every step
             weights: list[list[Any]] = [list(map(dict.get, *named)) for named in self._named]
             counts = tuple(map(_count_of_writes, weights[0])) if self._has_copies else ()
-            for holder, name, components in self._quantised:
-                weights[0] += components(holder[name])
+            for read, named in self._quantised.items():
+                weights[0] += itertools.chain.from_iterable(map(read, map(dict.get, *named)))
             return counts, *(tuple(map(torch.Tensor.data_ptr, each)) for each in weights)
         # A weight was removed, became sparse, or has other components.
         except (KeyError, TypeError, AttributeError, RuntimeError):
@@ -284,7 +298,7 @@ class ModelVersion:
     def _read_attributes(self) -> list[torch.Tensor]:
         """Store the attributes of all modules and configs, and return the weights."""
         weights = _weights_of(self.all_parts)
-        attributes = [*_held_by(self.all_parts), *_held_by(_configs(self.all_parts))]
+        attributes = self._held.read([*self.all_parts, *_configs(self.all_parts)])
         self._attributes = [*self._classes, *attributes, *(weight.dtype for weight in weights)]
         return [
             *weights,
@@ -367,8 +381,7 @@ def _weights_of(parts: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _is_dense(weight: Any) -> bool:
-    has_matrix = hasattr(type(weight), "matrix")  # see cpu/quantised_weight.py
-    return has_matrix or (type(weight) in PLAIN and weight.layout is torch.strided)
+    return is_packed(weight) or (type(weight) in PLAIN and weight.layout is torch.strided)
 
 
 def _addresses(state: State) -> list[int]:
@@ -396,23 +409,45 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return attributes if isinstance(attributes, dict) else {}  # a class has a mappingproxy
 
 
-def _held_by(owners: Iterable[Any]) -> list[Any]:
-    """Return names and values of all attributes of modules and configs that count, and the items of
-    containers among them.
-    """
-    held: list[Any] = []
-    for owner in owners:
-        for name, value in list(_attributes(owner).items()):  # list(): threads may add some
-            if name not in IGNORED and not (name == "forward" and is_temporary(value)):
-                held.append(name)
-                held.append(value)
-                if type(value) in SIMPLE or container_kind(value) is None:
-                    continue
-                if "hooks" in name and container_kind(value) is dict:
-                    held.extend(itertools.filterfalse(is_unchanging, items_of(value)[1::2]))
-                else:
-                    held += _within(value)
-    return held
+class _Held:
+    """Reads what modules and configs hold; quickly while their attributes are the same objects."""
+
+    def __init__(self) -> None:
+        self._attributes: list[Any] = []  # all names and values that were read last
+        self._counted: list[Any] = []  # names and values of those that count
+        # Containers among these, each with its class and whether it has hooks.
+        self._containers: list[tuple[Any, Any, bool]] = []
+
+    def read(self, owners: Iterable[Any]) -> list[Any]:
+        """Return names and values of all attributes of the owners that count, and the items of
+        containers among them.
+        """
+        dicts = list(map(_attributes, owners))
+        names, values = (
+            itertools.chain.from_iterable(map(part, dicts)) for part in (dict.keys, dict.values)
+        )
+        if not are_same(self._attributes, attributes := [*names, *values]):
+            self._attributes = attributes
+            counted = [pair for each in dicts for pair in list(each.items()) if _counts(*pair)]
+            self._counted = list(itertools.chain.from_iterable(counted))
+            self._containers = [
+                (value, kind, "hooks" in name and kind is dict)
+                for name, value in counted
+                if type(value) not in SIMPLE and (kind := container_kind(value)) is not None
+            ]
+        held = list(self._counted)
+        for container, kind, has_hooks in self._containers:
+            if kind.__len__(container):
+                held += (
+                    itertools.filterfalse(is_unchanging, items_of(container)[1::2])
+                    if has_hooks
+                    else _within(container)
+                )
+        return held
+
+
+def _counts(name: str, value: Any) -> bool:
+    return name not in IGNORED and not (name == "forward" and is_temporary(value))
 
 
 def _within(container: Any) -> list[Any]:
