@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import html
 import numbers
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
@@ -270,10 +271,13 @@ def prompt_ids(
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
             ids = ids[0]
-    if not isinstance(ids, (list, tuple, range)) or not all(map(_is_token_id, ids)):
+    is_list = isinstance(ids, (list, tuple, range))
+    wrong = [value for value in ids if not _is_token_id(value)] if is_list else []
+    if not is_list or wrong:
         raise InvalidTypeError(
             "prompt must be a text, token ids of one request (such as tokenizer(text)['input_ids']), or a list of "
             f"chat messages; got {type(prompt).__name__}"
+            + (f" with {reprlib.repr(wrong[0])}, which is no token id" if wrong else "")
         )
     if not len(ids):
         raise InvalidInputError("prompt is empty; give it at least one token")

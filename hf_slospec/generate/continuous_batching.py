@@ -223,6 +223,10 @@ class SpeculatingManager(ContinuousBatchingManager):
         Raises:
             SLOSpecError: as raised by :func:`batcher_config` and ``SLOSpecGenerator.start``.
         """
+        if not isinstance(generation_config, (GenerationConfig, type(None))):
+            raise InvalidTypeError(
+                f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}"
+            )
         # The base class is not initialised: it makes the K/V cache and thread of its own loop.
         config = batcher_config(continuous_batching_config, decoder.config, decoder)
         self.model: Any = decoder.model.eval()
@@ -468,6 +472,8 @@ class SpeculatingManager(ContinuousBatchingManager):
             setattr(config, key, value)
         for key, value in settings.items():
             if hasattr(config, key) and key not in WITHOUT:
+                if isinstance(value, dict):  # the constructor makes other objects of some
+                    value = getattr(GenerationConfig(**{key: value}), key)
                 if value is not None:
                     setattr(config, key, value)
             else:
@@ -625,6 +631,7 @@ def batching_methods(decoder: Decoder) -> dict[str, Callable[..., Any]]:
             return None
         if isinstance(cached := getattr(model, CACHED, None), SpeculatingManager):
             cached.is_stopped = cached.is_of_call = False
+            model.eval()
             return cached
         given = given or getattr(generation_config, "continuous_batching_config", None)
         try:

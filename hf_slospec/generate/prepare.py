@@ -374,6 +374,8 @@ def _call(
     stages = stages_by_row(slo, len(input_ids), config.num_return_sequences)
     prompts = [prompt.tokens_of(row) for row in range(len(input_ids))]
     prompt.check(checked, rows.max_new_tokens, input_ids.shape[1], has_placeholders=bool(names))
+    has_inputs = whole is not None or encoder is not None or prompt.embeds is not None
+    is_text = not has_inputs and not prompt.num_cached
     asked = SubmitOptions() if options is None else options
     if options is not None:
         record.num_top = options.logprobs
@@ -399,6 +401,7 @@ def _call(
             is_stop=rows.stop_of(row, len(tokens)),
             prefill=None if whole is None else partial(whole.prefill, row),
             encoded_for=None if encoder is None else encoder.of_row(row),
+            is_text=is_text,
             prompt_reader=prompt_reader(model, tokens, asked.prompt_logprobs, whole is not None),
             may_draft=asked.speculative,
             has_callbacks=has_callbacks,

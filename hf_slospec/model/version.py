@@ -423,10 +423,9 @@ class _Held:
         containers among them.
         """
         dicts = list(map(_attributes, owners))
-        names, values = (
-            itertools.chain.from_iterable(map(part, dicts)) for part in (dict.keys, dict.values)
-        )
-        if not are_same(self._attributes, attributes := [*names, *values]):
+        attributes: list[Any] = [*itertools.chain.from_iterable(dicts)]
+        attributes += itertools.chain.from_iterable(map(dict.values, dicts))
+        if not are_same(self._attributes, attributes):
             self._attributes = attributes
             counted = [pair for each in dicts for pair in list(each.items()) if _counts(*pair)]
             self._counted = list(itertools.chain.from_iterable(counted))

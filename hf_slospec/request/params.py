@@ -187,6 +187,7 @@ class RequestParams:
     prefill: Callable[[], Any] | None = None
     # Takes a model, returns the encoder inputs of its cross-attention; None: decoder-only.
     encoded_for: Callable[[Any], Any] | None = None
+    is_text: bool = True  # the model reads the tokens of the prompt, and nothing else
     prompt_reader: PromptReader | None = None  # None: the prompt's logits are not needed
     may_draft: bool = True  # False: decode one token per step, whatever the policy plans
     # Choosing a token calls logits processors, stopping criteria or a streamer of the user.

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, TrainerCallback
 
-from hf_slospec.errors import InvalidInputError, UnsupportedModelError
+from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.enable import decoder_of
 from hf_slospec.heads.dspark import DSparkHead
-from hf_slospec.heads.mtp import DraftHead, own_modules
+from hf_slospec.heads.eagle3 import Eagle3Head
+from hf_slospec.heads.mtp import MtpHead, own_modules
 from hf_slospec.model.properties import evaluating
 from hf_slospec.request.request import Request
+from hf_slospec.training.heads import Student
 from hf_slospec.training.run import optimizers_of
 from hf_slospec.training.teacher import Teacher
 from hf_slospec.training.texts import MIN_LEN, MIN_NEW, TrainingText
@@ -27,6 +30,14 @@ from hf_slospec.training.unrolling import STRIDE, loss_of
 
 logger = logging.getLogger(__name__)
 FILE = "drafter.safetensors"  # file name in a checkpoint folder
+
+
+def _can_be_trained(head: Any) -> bool:
+    """Return whether a head drafts as it is trained: level by level, or a block from its first
+    token on.
+    """
+    is_block = isinstance(head, DSparkHead) and not head.first_slot and not head.is_recurrent
+    return is_block or type(head) in (Eagle3Head, MtpHead)
 
 
 class HeadRetrainer(TrainerCallback):
@@ -68,11 +79,15 @@ class HeadRetrainer(TrainerCallback):
         """
         minima = {"every": 1, "batch": 1, "levels": 1, "seq_len": MIN_LEN}
         given = {"every": every, "batch": batch, "levels": levels, "seq_len": seq_len}
-        for name, minimum in minima.items():
-            if given[name] < minimum:
-                raise InvalidInputError(f"{name} must be at least {minimum}, got {given[name]}")
-        if not rate > 0:
-            raise InvalidInputError(f"rate must be above 0, got {rate}")
+        for name, value in given.items():
+            if not isinstance(value, int):
+                raise InvalidTypeError(f"{name} must be an int, got {type(value).__name__}")
+            if value < minima[name]:
+                raise InvalidInputError(f"{name} must be at least {minima[name]}, got {value}")
+        if not isinstance(rate, (int, float)):
+            raise InvalidTypeError(f"rate must be a float, got {type(rate).__name__}")
+        if not 0 < rate < math.inf:
+            raise InvalidInputError(f"rate must be above 0 and finite, got {rate}")
         self.every = every
         self.batch = batch
         self.levels = levels
@@ -84,34 +99,49 @@ class HeadRetrainer(TrainerCallback):
         self._num_steps = 0
         self._decoder: Decoder | None = None
 
+    @torch.inference_mode(False)
     def attach(self, model: PreTrainedModel) -> None:
-        """Begin to collect the texts of a model that :func:`~hf_slospec.enable` was called on.
+        """Begin to collect the texts of a model that :func:`~hf_slospec.enable` was called on; texts
+        of a model that this was attached to before are forgotten.
 
         Raises:
-            InvalidInputError: the model is not enabled.
+            InvalidInputError: the model is not enabled, or another retrainer is attached to it.
             UnsupportedModelError: it does not draft with a head that can be trained.
         """
         decoder = decoder_of(model)
         if decoder is None:
-            raise InvalidInputError("the model is not enabled; call hf_slospec.enable(model, ...)")
-        head = decoder.method.model
-        if not isinstance(head, (DraftHead, DSparkHead)):
+            raise InvalidInputError(
+                "the model is not enabled: call hf_slospec.enable(model, ...) before attach, and "
+                "name RolloutCallback before HeadRetrainer in callbacks"
+            )
+        if decoder is not self._decoder and decoder.on_end is not None:
+            raise InvalidInputError("another HeadRetrainer is attached to this model; use that one")
+        head: Any = decoder.method.model
+        if not _can_be_trained(head):
             raise UnsupportedModelError(
                 f"the drafter {decoder.drafts!r} cannot be retrained; enable the model with an "
-                "EAGLE-3 head, an MTP layer or a DSpark head"
+                "EAGLE-3 head, an MTP layer or a DSpark head, as train-drafter makes them"
             )
-        self._head = head
+        if self._decoder is not None:
+            self._decoder.on_end = None
+        self._texts.clear()
+        self._decoder = decoder
+        self._model = model
         self._target = decoder.model
+        self._used = [*own_modules(head, self._target).parameters()]
+        if isinstance(head, DSparkHead):
+            self.levels = head.block_size
+        self._start(head)
+        decoder.on_end = self._take
+
+    def _start(self, head: Student) -> None:
+        """Begin to train a copy of the head, in fp32."""
         shared = {id(module): module for module in self._target.modules()}
         self._student = copy.deepcopy(head, shared)
         self._student.config._attn_implementation = "eager"
-        module = own_modules(self._student, self._target).float()
-        self._weights = [*module.requires_grad_(True).parameters()]
-        self._optimizers = optimizers_of(module, self.rate)
-        if isinstance(head, DSparkHead):
-            self.levels = head.block_size
-        decoder.on_end = self._take
-        self._decoder = decoder
+        self._module = own_modules(self._student, self._target).float()
+        self._weights = [*self._module.requires_grad_(True).parameters()]
+        self._optimizers = optimizers_of(self._module, self.rate)
 
     def _take(self, request: Request) -> None:
         """Keep the text of a request that has ended."""
@@ -119,8 +149,7 @@ class HeadRetrainer(TrainerCallback):
         excess = max(len(ids) - self.seq_len, 0)
         begin = max(request.prompt_len - excess, 1)
         is_long = len(ids) >= MIN_LEN and len(ids) - request.prompt_len >= MIN_NEW
-        is_text = request.params.prefill is None  # no images, and no embeddings
-        if is_long and is_text and request.error is None:
+        if is_long and request.params.is_text and request.error is None:
             self._texts.append(TrainingText(ids[excess:], begin))
 
     @property
@@ -128,28 +157,48 @@ class HeadRetrainer(TrainerCallback):
         """Number of texts since the last :meth:`train`."""
         return len(self._texts)
 
+    @torch.inference_mode(False)
     def train(self) -> float | None:
         """Train once on every text since the last call, and let the drafter use the result.
 
+        If the loss is not finite, the drafter stays as it is, with a warning, and the next call
+        goes on from there.
+
         Returns:
             The mean loss; None if there was no text.
+
+        Raises:
+            InvalidInputError: :meth:`attach` was not called, or the model was enabled again since.
+            UnsupportedModelError: the model's logits do not follow from its last hidden state by
+                its output layer.
         """
+        if self._decoder is None or decoder_of(self._model) is not self._decoder:
+            raise InvalidInputError("call attach(model) after hf_slospec.enable(model, ...)")
         texts = [self._texts.popleft() for _ in range(len(self._texts))]
         if not texts:
             return None
         texts.sort(key=lambda text: len(text.ids))  # batches of similar lengths
         begins = [*range(0, len(texts), self.batch)]
         self._random.shuffle(begins)
-        with evaluating(self._target):
-            teacher = Teacher(self._target, self._student, texts, Path(), 0.0, self.levels)
-            indices = range(len(texts))
-            losses = [self._step(teacher, indices[i : i + self.batch]) for i in begins]
-        self._hand_over()
-        self.losses.append(sum(losses) / len(losses))
-        logger.info("retrained on %d texts, loss %.3f", len(texts), self.losses[-1])
-        return self.losses[-1]
+        try:
+            with evaluating(self._target):
+                teacher = Teacher(self._target, self._student, texts, Path(), 0.0, self.levels)
+                indices = range(len(texts))
+                losses = [self._step(teacher, indices[i : i + self.batch]) for i in begins]
+        except BaseException:
+            self._texts.extendleft(texts)
+            raise
+        loss = sum(losses) / len(losses)
+        self.losses.append(loss)
+        if math.isfinite(loss):
+            self._hand_over()
+            logger.info("retrained on %d texts, loss %.3f", len(texts), loss)
+        else:
+            logger.warning("the head was not retrained, as its loss is %s; give a lower rate", loss)
+            self._start(cast(Any, self._decoder.method.model))
+        return loss
 
-    def _step(self, teacher: Teacher, indices: Any) -> float:
+    def _step(self, teacher: Teacher, indices: range) -> float:
         rows = teacher.rows(indices)
         is_on = self._target.dtype != torch.float32
         with (
@@ -169,8 +218,7 @@ class HeadRetrainer(TrainerCallback):
     @torch.no_grad()
     def _hand_over(self) -> None:
         """Copy the weights to the head that drafts."""
-        drafting = own_modules(self._head, self._target).parameters()
-        for used, trained in zip(drafting, self._weights, strict=True):
+        for used, trained in zip(self._used, self._weights, strict=True):
             used.copy_(trained)
 
     def on_train_begin(
@@ -179,7 +227,7 @@ class HeadRetrainer(TrainerCallback):
         """Start to collect the model's texts, and load the head of the checkpoint that training resumes from."""
         self.attach(model)
         if (path := self._path(args, state)).exists():
-            own_modules(self._student, self._target).load_state_dict(load_file(path))
+            self._module.load_state_dict(load_file(path))
             self._hand_over()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -190,9 +238,7 @@ class HeadRetrainer(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the head into the checkpoint folder; the first process does it."""
         if state.is_world_process_zero:
-            save_file(
-                own_modules(self._student, self._target).state_dict(), self._path(args, state)
-            )
+            save_file(self._module.state_dict(), self._path(args, state))
 
     @staticmethod
     def _path(args: Any, state: Any) -> Path:

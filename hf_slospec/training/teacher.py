@@ -64,12 +64,15 @@ class Teacher:
         self.spare = spare
         self.layers = tuple(dict.fromkeys((*head.feature_layers, num_layers_of(target))))
         self.num_features = len(head.feature_layers) * hidden_size_of(target)
-        output: Any = target.get_output_embeddings()
-        rows = slice(None) if head.target_ids is None else head.target_ids
-        self.weight = output.weight[rows]  # [draft_vocab, hidden]
-        self.bias = None if getattr(output, "bias", None) is None else output.bias[rows]
+        self.output: Any = target.get_output_embeddings()
+        self.rows_of_output = slice(None) if head.target_ids is None else head.target_ids
+        self.weight = None  # [draft_vocab, hidden]; None: the layer has more than a weight
+        if type(self.output) is torch.nn.Linear:
+            self.weight = self.output.weight[self.rows_of_output]
+            bias = self.output.bias
+            self.bias = None if bias is None else bias[self.rows_of_output]
         self.softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
-        self._check(rows)
+        self._check()
         shape = max(len(text.ids) for text in texts), len(self.layers) * hidden_size_of(target)
         num_kept = min(
             len(texts), int(limit_gb * 1e9) // (shape[0] * shape[1] * KEPT_DTYPE.itemsize)
@@ -145,19 +148,24 @@ class Teacher:
         )
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(last, self.weight, self.bias)
+        logits: torch.Tensor
+        if self.weight is None:
+            logits = self.output(last)[..., self.rows_of_output]
+        else:
+            logits = F.linear(last, self.weight, self.bias)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     @torch.no_grad()
-    def _check(self, rows: Any) -> None:
+    def _check(self) -> None:
         """Raise UnsupportedModelError if logits computed from the last hidden state differ from
         those of the target's forward.
         """
-        ids = torch.tensor([self.texts[0].ids[:8]])
-        expected = (
-            self.target(input_ids=ids.to(self.device), use_cache=False).logits[..., rows].float()
-        )
-        computed = self._logits(self._computed(ids)[..., -hidden_size_of(self.target) :]).float()
+        ids = torch.tensor([self.texts[0].ids[:8]], device=self.device)
+        # Both from one forward, as a trainer may wrap that of the target in autocast.
+        last = self.layers[-1]
+        outputs = self.target(input_ids=ids, use_cache=False, output_hidden_states=[last])
+        expected = outputs.logits[..., self.rows_of_output].float()
+        computed = self._logits(outputs.hidden_states[last].to(self.target.dtype)).float()
         if computed.shape != expected.shape or not torch.allclose(
             computed, expected, rtol=0.05, atol=0.05
         ):

@@ -213,11 +213,21 @@ def test_a_pause_lets_the_weights_change_under_a_request(stock):
         assert len(last.generated_tokens) == 90 and set(last.generated_tokens[-40:]) <= {0, 7}
 
 
+def test_settings_may_be_dicts_of_which_stock_makes_objects(model, stock):
+    watermark = {"bias": 2.5, "seeding_scheme": "selfhash"}
+    outputs = model.generate_batch(PROMPTS, max_new_tokens=10, watermarking_config=watermark)
+    config = GenerationConfig(max_new_tokens=10, watermarking_config=watermark)
+    assert tokens(outputs) == [alone(stock, prompt, config)[0] for prompt in PROMPTS]
+
+
 def test_kept_managers_are_used_again_until_the_model_is_disabled(stock):
     model = hf_slospec.enable(copy.deepcopy(stock), config=CONFIG)
     first = model.generate_batch(PROMPTS[:2], GREEDY, persistent_manager=True)
     manager = model.init_continuous_batching()
     assert isinstance(manager, SpeculatingManager) and not manager.is_running()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()  # a call takes the model out of training mode, with a kept manager, too
     assert tokens(model.generate_batch(PROMPTS[:2], persistent_manager=True)) == tokens(first)
     assert model.init_continuous_batching() is manager
     hf_slospec.disable(model)
@@ -230,6 +240,18 @@ def test_kept_managers_are_used_again_until_the_model_is_disabled(stock):
     [
         ("text", {}, InvalidTypeError, "inputs must be a list"),
         (["text"], {}, InvalidTypeError, r"inputs\[0\]: .*tokenize"),
+        (
+            [[5], [6, -1]],
+            {},
+            InvalidTypeError,
+            r"inputs\[1\]: .*list with -1, which is no token id",
+        ),
+        (
+            [[5]],
+            {"generation_config": {"top_k": 5}},
+            InvalidTypeError,
+            "must be a GenerationConfig",
+        ),
         ([[5], []], {}, InvalidInputError, r"inputs\[1\]: prompt is empty"),
         ([[5], [VOCAB]], {}, InvalidInputError, r"inputs\[1\]: .*vocabulary"),
         ([[5], [6]], {"slo_tpot": [1.0]}, InvalidInputError, "1 entries for 2 prompts"),
