@@ -2,7 +2,7 @@
 // quantised ones, of codes of 4, 5, 6 or 8 bits and scales of 16 or 32 inputs each.
 //
 // A quantised weight is code * scale - minimum. Codes are decoded in registers, once for several rows, and multiplied as they are:
-// in pairs of bf16 where the CPU has such products and the input is bf16, else in fp32. Sums of one span of inputs are
+// in pairs of bf16 where the CPU has such products and they are faster, else in fp32. Sums of one span of inputs are
 // multiplied by its scale in fp32, so that nothing but the input is rounded. For many rows, weights are dequantised in the
 // input's dtype.
 #pragma once
@@ -98,9 +98,22 @@ struct Factors {
   }
 };
 
-// Returns the codes of one input of a group, less `zero`, for WIDTH outputs from `lane` on.
+// The code of the value 0 and, where vectors can be looked up in, the values of 4-bit codes.
+struct Zero {
+  int32_t code;
+#ifdef __AVX512F__
+  __m512 values;
+  explicit Zero(int64_t zero)
+      : code(int32_t(zero)),
+        values(_mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(zero))) {}
+#else
+  explicit Zero(int64_t zero) : code(int32_t(zero)) {}
+#endif
+};
+
+// Returns the codes of one input of a group, less that of 0, for WIDTH outputs from `lane` on.
 template <int C>
-inline vec decoded(const uint8_t* group, int64_t input, int64_t lane, int32_t zero) {
+inline vec decoded(const uint8_t* group, int64_t input, int64_t lane, const Zero& zero) {
   if constexpr (C >= EIGHT) {
     return load_code<C>(group + input * LANES + lane);
   } else {
@@ -110,10 +123,14 @@ inline vec decoded(const uint8_t* group, int64_t input, int64_t lane, int32_t ze
       std::memcpy(&v, group + (index * LANES + lane) * 4, sizeof v);
       return v;
     };
-    ivec code = vector(c) >> int(16 * h + 4 * p) & 15;
+    const ivec nibbles = vector(c) >> int(16 * h + 4 * p);
+#ifdef __AVX512F__
+    if constexpr (C == FOUR) return (vec)_mm512_permutexvar_ps((__m512i)nibbles, zero.values);  // by the lowest four bits
+#endif
+    ivec code = nibbles & 15;
     if constexpr (C == FIVE) code |= (vector(4) >> int(16 * h + 4 * c + p) & 1) << 4;
     if constexpr (C == SIX) code |= (vector(4 + c / 2) >> int(16 * h + 2 * (4 * (c % 2) + p)) & 3) << 4;
-    return __builtin_convertvector(code - zero, vec);
+    return __builtin_convertvector(code - zero.code, vec);
   }
 }
 
@@ -163,12 +180,13 @@ template <int C, int R, typename E>
 inline void block_rows(const Packed& weight, const E* x, int64_t x_stride, const float* input_sums, int64_t sum_stride,
                        int64_t block, float* out) {
   constexpr bool IS_PAIR = std::is_same_v<E, pair>;
-  constexpr int PARTS = IS_PAIR ? (R == 1 ? 4 : R <= 3 ? 2 : 1) : 1;  // sums that do not wait for each other
+  constexpr int PARTS = R == 1 ? (IS_PAIR ? 4 : 3) : R <= (IS_PAIR ? 3 : 2) ? 2 : 1;  // sums that do not wait for each other
   const int64_t num_groups = weight.codes.size(1), num_spans = weight.inputs / weight.span;
   const uint8_t* group = weight.codes.const_data_ptr<uint8_t>() + block * num_groups * bytes_of(C);
   const int64_t per_span = weight.span / (IS_PAIR ? 2 : 1);
   const Factors scales(weight.scales, weight.steps, num_spans, weight.shared);
   const Factors minima(weight.minima, weight.min_steps, num_spans, weight.shared);
+  const Zero zero(weight.zero);
 #ifdef __AVX512BF16__
   const Table table(weight.zero);
   const __m512i nibbles = low_table(table);
@@ -191,8 +209,8 @@ inline void block_rows(const Packed& weight, const E* x, int64_t x_stride, const
 #endif
         } else {
           for (int64_t v = 0; v < VECTORS; ++v) {
-            const vec factor = decoded<C>(group, first + i, v * WIDTH, int32_t(weight.zero));
-            for (int r = 0; r < R; ++r) sums[r][v][0] += from[r * x_stride + i] * factor;
+            const vec factor = decoded<C>(group, first + i, v * WIDTH, zero);
+            for (int r = 0; r < R; ++r) sums[r][v][i % PARTS] += from[r * x_stride + i] * factor;
           }
         }
       }
@@ -221,12 +239,17 @@ inline void block_rows(const Packed& weight, const E* x, int64_t x_stride, const
 }
 
 constexpr int MAX_PACKED_ROWS = WIDTH == 16 ? 8 : 4;
-// Where other kernels serve the rows that matter, fewer numbers of rows have one of their own, as each takes the
-// compiler half a second.
+// Where matrix tiles serve more than FEW_ROWS rows, fewer are multiplied as floats: vectors of such CPUs multiply pairs at
+// half the speed. Fewer numbers of rows then have a kernel of their own, as each takes the compiler half a second.
 #ifdef HAS_TILES
+constexpr int64_t FEW_ROWS = 2;
 constexpr bool HAS_FEW_SIZES = true;
+template <typename T>
+using FewElement = float;
 #else
 constexpr bool HAS_FEW_SIZES = false;
+template <typename T>
+using FewElement = Element<T>;
 #endif
 
 // The same for any number of rows.
@@ -332,9 +355,10 @@ void dequantise(const Packed& weight, int64_t block, E* to) {
     }
 #endif
   } else {
+    const Zero zero(weight.zero);
     for (int64_t input = 0; input < inputs; ++input, to += LANES)
       for (int64_t v = 0; v < VECTORS; ++v) {
-        const vec code = decoded<C>(codes + input / GROUP * bytes_of(C), input % GROUP, v * WIDTH, int32_t(weight.zero));
+        const vec code = decoded<C>(codes + input / GROUP * bytes_of(C), input % GROUP, v * WIDTH, zero);
         store(to + v * WIDTH, code * factor(scales, input, v) - factor(minima, input, v));
       }
   }
@@ -579,7 +603,7 @@ void multiply_range(const Packed& weight, const Rows<T>& rows, int64_t begin, in
     if (rows.num_rows >= MANY_ROWS) return convert(std::integral_constant<int, C>());
 #ifdef HAS_TILES
     if constexpr (std::is_same_v<E, pair>)
-      if (rows.num_rows > 1 && has_tiles()) {
+      if (rows.num_rows > FEW_ROWS && has_tiles()) {
         alignas(64) float sums[TILE_BLOCKS][TILE_ROWS][LANES];
         for (int64_t row = 0; row < rows.num_rows; row += TILE_ROWS) {
           const int64_t num_rows = std::min(TILE_ROWS, rows.num_rows - row);
@@ -595,11 +619,21 @@ void multiply_range(const Packed& weight, const Rows<T>& rows, int64_t begin, in
         return _tile_release();
       }
 #endif
+    using F = FewElement<T>;
+    std::vector<F> converted;
+    const F* x = reinterpret_cast<const F*>(rows.x);
+    if constexpr (!std::is_same_v<F, E>) {
+      converted.resize(rows.num_rows * weight.inputs);
+      const auto* halves = reinterpret_cast<const at::BFloat16*>(rows.x);
+      for (size_t i = 0; i < converted.size(); i += WIDTH) store(&converted[i], load(halves + i));
+      x = converted.data();
+    }
+    const int64_t x_stride = std::is_same_v<F, pair> ? rows.width : weight.inputs;
     float sums[MAX_PACKED_ROWS * LANES];
     for (int64_t block = begin; block < end; ++block)
       for (int64_t row = 0; row < rows.num_rows; row += MAX_PACKED_ROWS) {
         const int64_t num_rows = std::min<int64_t>(MAX_PACKED_ROWS, rows.num_rows - row);
-        block_products<C>(weight, num_rows, rows.x + row * rows.width, rows.width, rows.sums + row * rows.num_spans,
+        block_products<C>(weight, num_rows, x + row * x_stride, x_stride, rows.sums + row * rows.num_spans,
                           rows.num_spans, block, sums);
         for (int64_t r = 0; r < num_rows; ++r) rows.write(row + r, block, &sums[r * LANES]);
       }
@@ -683,6 +717,7 @@ Tensor packed_rows(const Tensor& indices, const Packed& weight) {
   float* to = out.mutable_data_ptr<float>();
   const Factors scales(weight.scales, weight.steps, inputs / weight.span, weight.shared);
   const Factors minima(weight.minima, weight.min_steps, inputs / weight.span, weight.shared);
+  const Zero zero(weight.zero);
   with_code(weight.code, [&](auto code) {
     constexpr int C = code.value;
     at::parallel_for(0, wanted.numel(), 1, [&](int64_t begin, int64_t end) {
@@ -693,8 +728,7 @@ Tensor packed_rows(const Tensor& indices, const Packed& weight) {
         for (int64_t input = 0; input < inputs; ++input) {
           const int64_t span = input / weight.span;
           const float scale = scales.at(block, span, v)[j];
-          const float code_value = decoded<C>(group + input / GROUP * bytes_of(C), input % GROUP, v * WIDTH,
-                                              int32_t(weight.zero))[j];
+          const float code_value = decoded<C>(group + input / GROUP * bytes_of(C), input % GROUP, v * WIDTH, zero)[j];
           float value = scale * code_value;
           if (minima) value -= minima.at(block, span, v)[j];
           to[i * inputs + input] = value;
