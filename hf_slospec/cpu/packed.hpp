@@ -12,6 +12,8 @@ constexpr int64_t GROUP = 32, LANES = 16;
 #ifdef HAS_TILES
 constexpr int64_t TILE_BLOCKS = 4;
 #endif
+// Functions that take the compiler long, and the caller nothing: not compiled again for each place that calls them.
+#define COMPILED_ONCE __attribute__((noinline))
 constexpr int64_t VECTORS = LANES / WIDTH;  // per block of outputs
 
 // Bits of a code. Groups of 4-bit codes are 4 times 16 dwords, one per output: word h, nibble p of dword vector c has
@@ -177,8 +179,8 @@ inline __m512i low_table(const Table& table) {
 
 // out[r][0:LANES] = products of R rows of E with one block.
 template <int C, int R, typename E>
-inline void block_rows(const Packed& weight, const E* x, int64_t x_stride, const float* input_sums, int64_t sum_stride,
-                       int64_t block, float* out) {
+COMPILED_ONCE void block_rows(const Packed& weight, const E* x, int64_t x_stride, const float* input_sums,
+                              int64_t sum_stride, int64_t block, float* out) {
   constexpr bool IS_PAIR = std::is_same_v<E, pair>;
   constexpr int PARTS = R == 1 ? (IS_PAIR ? 4 : 3) : R <= (IS_PAIR ? 3 : 2) ? 2 : 1;  // sums that do not wait for each other
   const int64_t num_groups = weight.codes.size(1), num_spans = weight.inputs / weight.span;
@@ -238,16 +240,17 @@ inline void block_rows(const Packed& weight, const E* x, int64_t x_stride, const
     for (int64_t v = 0; v < VECTORS; ++v) store(out + r * LANES + v * WIDTH, totals[r][v]);
 }
 
-constexpr int MAX_PACKED_ROWS = WIDTH == 16 ? 8 : 4;
 // Where matrix tiles serve more than FEW_ROWS rows, fewer are multiplied as floats: vectors of such CPUs multiply pairs at
 // half the speed. Fewer numbers of rows then have a kernel of their own, as each takes the compiler half a second.
 #ifdef HAS_TILES
 constexpr int64_t FEW_ROWS = 2;
 constexpr bool HAS_FEW_SIZES = true;
+constexpr int MAX_PACKED_ROWS = 4;
 template <typename T>
 using FewElement = float;
 #else
 constexpr bool HAS_FEW_SIZES = false;
+constexpr int MAX_PACKED_ROWS = WIDTH == 16 ? 8 : 4;
 template <typename T>
 using FewElement = Element<T>;
 #endif
@@ -279,7 +282,7 @@ constexpr int64_t PER_ELEMENT = std::is_same_v<W, pair> && std::is_same_v<E, flo
 // out[b][r][0:LANES] = products of R rows with B blocks of a dense weight, [n][LANES] each. A row's sums do not depend on
 // the number of rows. Every `span` elements of the weight are summed by themselves and then added.
 template <int R, int B, typename E, typename W>
-inline void dense_rows(const E* x, int64_t x_stride, const W* blocks, int64_t n, int64_t span, float* out) {
+COMPILED_ONCE void dense_rows(const E* x, int64_t x_stride, const W* blocks, int64_t n, int64_t span, float* out) {
   constexpr int64_t AHEAD = 8192 / B / sizeof(W);  // elements from what is read to what is prefetched
   constexpr int64_t PARTS = PER_ELEMENT<E, W>;
   vec totals[B][R][VECTORS] = {};
@@ -316,7 +319,7 @@ using Stored = std::conditional_t<C == FP32, float, std::conditional_t<C == FP16
 
 // to[0:inputs][0:LANES] = the weights of a block, rounded to E.
 template <int C, typename E>
-void dequantise(const Packed& weight, int64_t block, E* to) {
+COMPILED_ONCE void dequantise(const Packed& weight, int64_t block, E* to) {
   if constexpr (is_dense(C)) {
     using W = Stored<C>;
     constexpr int64_t PARTS = PER_ELEMENT<E, W>;
