@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ Sources = dict[int, tuple[Any, Callable[[], PackedMatrix | None]]]
 
 
 _warned = WeakSet[nn.Module]()  # models whose formats have been warned of
+# Dequantised weights in state dicts by the id of the matrix: tied layers have one of them, too.
+_dequantised = WeakValueDictionary[int, torch.Tensor]()
 
 
 def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
@@ -199,6 +201,19 @@ def _warn_of_experts(model: nn.Module, asked: str) -> None:
     )
 
 
+def _with_dense(
+    layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Put a layer's weight into its state dict dequantised, as what saves it needs plain tensors."""
+    weight = state_dict.get(name := f"{prefix}weight")
+    if isinstance(weight, QuantisedWeight):
+        key = weight.matrix.id
+        dense = _dequantised.get(key)
+        if dense is None:
+            dense = _dequantised[key] = weight.matrix.dequantised().to(weight.dtype)
+        state_dict[name] = dense
+
+
 def _replace(model: nn.Module, sources: Sources) -> None:
     """Replace weights by packed ones, one at a time, so that little memory is needed besides."""
     places = dict[int, list[nn.Module]]()
@@ -214,6 +229,7 @@ def _replace(model: nn.Module, sources: Sources) -> None:
             packed = nn.Parameter(QuantisedWeight(matrix, weight.dtype), requires_grad=False)
         for layer in places[key]:
             layer._parameters["weight"] = packed
+            layer.register_state_dict_post_hook(_with_dense)
         kinds[NAMES[matrix.bits]] += 1
         num_bytes += matrix.num_bytes
         del weight, pack

@@ -249,6 +249,25 @@ def test_other_operators_return_plain_tensors():
     torch.testing.assert_close(layer.double()(x), nn.functional.linear(x, dense.double(), bias))
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_what_is_saved_has_the_same_values_as_dense_weights(tmp_path, name):
+    model = copy.deepcopy(model_of(name))
+    ours = SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(weights="int4", **EAGER))
+    assert packed_weights(model)
+    state = model.state_dict()
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    is_tied = state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    assert is_tied == (name == "llama-tied")
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    for weight, expected in zip(saved.parameters(), dequantised(model).parameters(), strict=True):
+        assert torch.equal(weight, expected)
+    assert_same_as_stock(
+        saved, ours.generate, ragged_prompts(2), do_sample=False, max_new_tokens=20
+    )
+    assert len(packed_weights(model)) == len(packed_weights(copy.deepcopy(model)))
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("factor", [1e-7, 1e7])
 def test_scales_that_fp16_does_not_hold(weights, factor):
