@@ -53,7 +53,6 @@ class RecentSteps:
         # The same over many more steps, for plans of whole requests
         self.lasting_tokens = 1.0
         self.nodes = 1.0  # nodes verified per request and step, roots included
-        self.requests = 1.0  # decoding requests per step
         self.keys = 0.0  # cached tokens per request
         self.depth = 0.0  # planned draft levels
         self.draft_s = 0.0
@@ -86,7 +85,6 @@ class RecentSteps:
         lasting = max(LASTING_WEIGHT, 1.0 / self.num_steps)
         self.lasting_tokens += lasting * (tokens - self.lasting_tokens)
         self.nodes += WEIGHT * (sum([request.nodes for request in decoding]) / number - self.nodes)
-        self.requests += WEIGHT * (number - self.requests)
         self.keys += WEIGHT * (step.num_keys / number - self.keys)
         self.depth += WEIGHT * (step.depth - self.depth)
         self.draft_s += WEIGHT * (step.phases.draft_s - self.draft_s)

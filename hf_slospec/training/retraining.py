@@ -75,7 +75,7 @@ class HeadRetrainer(TrainerCallback):
             seed: seed of the order of texts.
 
         Raises:
-            InvalidInputError: a number is too small.
+            InvalidInputError, InvalidTypeError: a value is out of range, or of another type.
         """
         minima = {"every": 1, "batch": 1, "levels": 1, "seq_len": MIN_LEN}
         given = {"every": every, "batch": batch, "levels": levels, "seq_len": seq_len}

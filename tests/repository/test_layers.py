@@ -60,11 +60,11 @@ BUDGETS = {
     ".": 1865,  # finding the plugins, what other distributions add; warnings with their logger's name
     "batcher": 10341,  # texts and chats in generate, asyncio, close, policies by name
     "cli": 11295,  # a chat command; the gain in two factors; progress of everything that takes seconds
-    "cpu": 15565,  # one compiler at a time; kernels of busy machines; quantised weights that stay packed
+    "cpu": 15651,  # one compiler at a time; kernels of busy machines; quantised weights that stay packed
     "cuda": 14370,  # forward paths and overrides; graphs of quantised weights, and why a forward is eager
     "demo": 6481,  # a race against stock generate; SLOs chosen by measured steps
     "drafters": 8234,  # past answers and the files of checkpoints; extras are checked before loading
-    "engine": 8587,  # lasting acceptance, and the seconds of a request, for plans of whole requests
+    "engine": 8571,  # lasting acceptance, and the seconds of a request, for plans of whole requests
     # Took over what the core did for states and encoders: their probes, caches and arguments.
     "families": 9097,
     "generate": 19458,  # status of a model, drafters of single calls; processors of equal rows are called once
@@ -79,7 +79,7 @@ BUDGETS = {
     "scheduler": 9463,  # admission counts what each request adds to a step; lost requests wait
     "server": 20261,
     "serving": 11,
-    "tests": 278312,
+    "tests": 278449,
     "tiny": 2012,
     "training": 7694,  # a head is retrained while its target is trained
     "tree": 2119,
