@@ -413,7 +413,10 @@ class _Held:
     """Reads what modules and configs hold; quickly while their attributes are the same objects."""
 
     def __init__(self) -> None:
-        self._attributes: list[Any] = []  # all names and values that were read last
+        # Ids of all names and values that were read last. None that may count is freed, so that no
+        # other object has its id; those under IGNORED are not held, as they may refer to this one.
+        self._ids: list[int] = []
+        self._pairs: list[tuple[str, Any]] = []
         self._counted: list[Any] = []  # names and values of those that count
         # Containers among these, each with its class and whether it has hooks.
         self._containers: list[tuple[Any, Any, bool]] = []
@@ -423,11 +426,17 @@ class _Held:
         containers among them.
         """
         dicts = list(map(_attributes, owners))
-        attributes: list[Any] = [*itertools.chain.from_iterable(dicts)]
-        attributes += itertools.chain.from_iterable(map(dict.values, dicts))
-        if not are_same(self._attributes, attributes):
-            self._attributes = attributes
-            counted = [pair for each in dicts for pair in list(each.items()) if _counts(*pair)]
+        values = itertools.chain.from_iterable(map(dict.values, dicts))
+        ids = list(map(id, itertools.chain(itertools.chain.from_iterable(dicts), values)))
+        if ids != self._ids:
+            pairs = [pair for each in dicts for pair in list(each.items())]
+            self._ids = [id(pair[place]) for place in (0, 1) for pair in pairs]
+            self._pairs = [pair for pair in pairs if pair[0] not in IGNORED]
+            counted = [
+                (name, value)
+                for name, value in self._pairs
+                if name != "forward" or not is_temporary(value)
+            ]
             self._counted = list(itertools.chain.from_iterable(counted))
             self._containers = [
                 (value, kind, "hooks" in name and kind is dict)
@@ -443,10 +452,6 @@ class _Held:
                     else _within(container)
                 )
         return held
-
-
-def _counts(name: str, value: Any) -> bool:
-    return name not in IGNORED and not (name == "forward" and is_temporary(value))
 
 
 def _within(container: Any) -> list[Any]:

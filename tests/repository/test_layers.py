@@ -71,7 +71,7 @@ BUDGETS = {
     "heads": 16540,
     "lab": 17701,
     # Interfaces (paths, overrides, families, hooks) that keep plugins out of the core; addresses of quantised weights.
-    "model": 36760,
+    "model": 36793,
     "policies": 5710,
     "replicas": 5828,
     # Took from batcher: options of submit and their checks.
