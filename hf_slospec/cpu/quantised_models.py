@@ -204,7 +204,7 @@ def _warn_of_experts(model: nn.Module, asked: str) -> None:
 def _with_dense(
     layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Put a layer's weight into its state dict dequantised, as what saves it needs plain tensors."""
+    """Set a layer's weight in its state dict to plain values, which can be saved."""
     weight = state_dict.get(name := f"{prefix}weight")
     if isinstance(weight, QuantisedWeight):
         key = weight.matrix.id
