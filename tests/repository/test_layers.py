@@ -60,7 +60,7 @@ BUDGETS = {
     ".": 1865,  # finding the plugins, what other distributions add; warnings with their logger's name
     "batcher": 10341,  # texts and chats in generate, asyncio, close, policies by name
     "cli": 11295,  # a chat command; the gain in two factors; progress of everything that takes seconds
-    "cpu": 15651,  # one compiler at a time; kernels of busy machines; quantised weights stay packed, and are saved dense
+    "cpu": 15651,  # one compiler at a time; quantised weights stay packed, and are saved dense
     "cuda": 14370,  # forward paths and overrides; graphs of quantised weights, and why a forward is eager
     "demo": 6481,  # a race against stock generate; SLOs chosen by measured steps
     "drafters": 8234,  # past answers and the files of checkpoints; extras are checked before loading
