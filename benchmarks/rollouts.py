@@ -73,7 +73,7 @@ class Measurement:
             config=options.config.model_dump_json(exclude_unset=True),
         )  # fmt: skip
         self.rows = list[dict[str, Any]]()
-        self.training = dict[int, dict[str, Any]]()  # of the head, by the epoch before it
+        self.training = dict[int, dict[str, Any]]()  # seconds and loss of the head's, by epoch
         if options.json is not None and options.json.exists():
             found = json.loads(options.json.read_text(encoding="utf-8"))
             changed = [name for name in FACTS if found["provenance"][name] != self.facts[name]]

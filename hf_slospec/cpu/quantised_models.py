@@ -20,6 +20,7 @@ from hf_slospec.cpu.formats import codes_of_torchao, gguf_file, gguf_weights
 from hf_slospec.cpu.quantised import DTYPES, GROUP, NAMES, Codes, PackedMatrix, quantise
 from hf_slospec.cpu.quantised_weight import QuantisedWeight
 from hf_slospec.errors import InvalidFileError, UnsupportedOptionError
+from hf_slospec.model.checksum import is_packed
 from hf_slospec.model.host_memory import return_freed_memory
 from hf_slospec.model.linear_overrides import weight_names
 from hf_slospec.model.version import formats_not_traced
@@ -65,14 +66,14 @@ def pack_weights(model: nn.Module, config: SLOSpecConfig) -> None:
                 raise UnsupportedOptionError(f"weights={asked!r} is not possible: {why_not}")
             return
         _replace(model, sources)
-    is_packed = any(map(_is_packed, model.parameters()))
-    if asked in BITS and not is_packed:
+    has_packed = any(map(is_packed, model.parameters()))
+    if asked in BITS and not has_packed:
         logger.warning(
             "weights=%r quantises no layer of %s: it has no linear layers of %d inputs or a multiple "
             "in fp32, fp16 or bf16",
             *(asked, type(model).__name__, GROUP),
         )
-    if asked.endswith(".gguf") and not is_packed:
+    if asked.endswith(".gguf") and not has_packed:
         raise InvalidFileError(
             f"weights={asked!r}: none of the model's weights are those of the file, from which the "
             "model must have been loaded, by from_pretrained(folder, gguf_file=...)"
@@ -94,10 +95,6 @@ def _why_not(config: SLOSpecConfig) -> str | None:
         logger.warning("there are no kernels of quantised weights: %s", error)
         return str(error)
     return None
-
-
-def _is_packed(weight: torch.Tensor) -> bool:
-    return isinstance(weight, QuantisedWeight)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -123,7 +120,7 @@ def _stored(model: nn.Module, file: str | None) -> Sources:
         raise InvalidFileError(f"weights={file!r} cannot be read: {error}") from error
     found: Sources = {}
     for name, _, weight in _weights(model):
-        if _is_packed(weight) or id(weight) in found:
+        if is_packed(weight) or id(weight) in found:
             continue
         if type(weight) is nn.Parameter:
             if name in of_file:

@@ -80,7 +80,7 @@ class RolloutCallback(TrainerCallback):
                     FallbackWarning,
                     stacklevel=2,
                 )
-        if (saved := self._path(args, state)).exists():
+        if (saved := in_checkpoint(args, state, FILE)).exists():
             self.past.load(saved)
         method = load_drafter(self.drafter, model, share_texts=self.past)
         enable(model, drafter=method, config=self.config, always=True, fallback=self.fallback)
@@ -98,7 +98,7 @@ class RolloutCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save past answers in the checkpoint folder; the first process does it."""
         if state.is_world_process_zero:
-            self.past.save(self._path(args, state))
+            self.past.save(in_checkpoint(args, state, FILE))
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
@@ -106,9 +106,10 @@ class RolloutCallback(TrainerCallback):
         """Stop speculation: give the model its previous ``generate`` back."""
         disable(model)
 
-    @staticmethod
-    def _path(args: Any, state: Any) -> Path:
-        return Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE
+
+def in_checkpoint(args: Any, state: Any, name: str) -> Path:
+    """Return the path of a file in the checkpoint folder of a trainer's present step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / name
 
 
 def reuse_logprobs(trainer: Any) -> ReusedLogprobs:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -60,7 +60,7 @@ def digest(weights: Iterable[torch.Tensor]) -> Digest:
     return tuple(checksums)
 
 
-def is_packed(weight: torch.Tensor) -> bool:
+def is_packed(weight: Any) -> bool:
     """Return whether a weight is a ``QuantisedWeight`` (cpu/quantised_weight.py), whose values never
     change.
     """
@@ -143,11 +143,14 @@ def weight_version(weight: torch.Tensor) -> int:
 
 
 def state_of(weight: torch.Tensor) -> State:
-    """Return the address and the count of writes of each tensor that holds a weight's values."""
+    """Return the address and the count of writes of each tensor that holds a weight's values; the
+    id of what holds them if there is none.
+    """
+    if is_packed(weight):
+        return ((cast(Any, weight).matrix.id, None),)
     tensors = list(_stored(weight))
     if not tensors:
-        matrix: Any = getattr(weight, "matrix", None)
-        return ((id(weight) if matrix is None else matrix.id, None),)
+        return ((id(weight), None),)
     return tuple(
         (address(each), None if each.is_inference() else each._version) for each in tensors
     )

@@ -8,7 +8,7 @@ import math
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedModelError
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.enable import decoder_of
+from hf_slospec.generate.rollouts import in_checkpoint
 from hf_slospec.heads.dspark import DSparkHead
 from hf_slospec.heads.eagle3 import Eagle3Head
 from hf_slospec.heads.mtp import MtpHead, own_modules
@@ -128,16 +129,17 @@ class HeadRetrainer(TrainerCallback):
         self._decoder = decoder
         self._model = model
         self._target = decoder.model
+        self._head: Student = head
         self._used = [*own_modules(head, self._target).parameters()]
         if isinstance(head, DSparkHead):
             self.levels = head.block_size
-        self._start(head)
+        self._start()
         decoder.on_end = self._take
 
-    def _start(self, head: Student) -> None:
+    def _start(self) -> None:
         """Begin to train a copy of the head, in fp32."""
         shared = {id(module): module for module in self._target.modules()}
-        self._student = copy.deepcopy(head, shared)
+        self._student = copy.deepcopy(self._head, shared)
         self._student.config._attn_implementation = "eager"
         self._module = own_modules(self._student, self._target).float()
         self._weights = [*self._module.requires_grad_(True).parameters()]
@@ -195,7 +197,7 @@ class HeadRetrainer(TrainerCallback):
             logger.info("retrained on %d texts, loss %.3f", len(texts), loss)
         else:
             logger.warning("the head was not retrained, as its loss is %s; give a lower rate", loss)
-            self._start(cast(Any, self._decoder.method.model))
+            self._start()
         return loss
 
     def _step(self, teacher: Teacher, indices: range) -> float:
@@ -226,7 +228,7 @@ class HeadRetrainer(TrainerCallback):
     ) -> None:
         """Start to collect the model's texts, and load the head of the checkpoint that training resumes from."""
         self.attach(model)
-        if (path := self._path(args, state)).exists():
+        if (path := in_checkpoint(args, state, FILE)).exists():
             self._module.load_state_dict(load_file(path))
             self._hand_over()
 
@@ -238,8 +240,4 @@ class HeadRetrainer(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the head into the checkpoint folder; the first process does it."""
         if state.is_world_process_zero:
-            save_file(self._module.state_dict(), self._path(args, state))
-
-    @staticmethod
-    def _path(args: Any, state: Any) -> Path:
-        return Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE
+            save_file(self._module.state_dict(), in_checkpoint(args, state, FILE))
